@@ -1,0 +1,71 @@
+"""The contract every backend keeps. A backend is a module (or package) with these functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from biasflash.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promises:
+    """What a backend guarantees; the support tables of README and docs are printed from it."""
+
+    devices: str
+    dtypes: tuple[torch.dtype, ...]
+    max_width: int
+    deterministic: bool
+    memory: str
+    summary: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Buffers that ``backward`` fills, in the shapes, dtypes and strides of the inputs; None where no gradient is wanted.
+
+    q, k, v may be strided views of one packed buffer. ``terms`` are padded like the terms themselves.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    terms: tuple[Tensor | None, ...]
+
+
+class Backend(Protocol):
+    PROMISES: Promises
+
+    def objections(self, problem: Problem) -> tuple[str, ...]:
+        """Every reason why this backend cannot compute the problem; empty if it can."""
+
+    def describe(self, problem: Problem) -> tuple[str, ...]:
+        """What it would run, and why: one line per kernel or stage, for ``explain``."""
+
+    def forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``out (*B M Hq Dv)`` contiguous in q's dtype, ``lse`` and ``lse_low (*B Hq M)`` in float32 (float64 for float64).
+
+        Terms come padded to rank ``len(*B) + 3``. Without ``problem.keeps_low`` lse_low has shape ``(0,)``.
+        """
+
+    def backward(
+        self,
+        problem: Problem,
+        gradients: Gradients,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        terms: Sequence[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        lse_low: Tensor,
+    ) -> None:
+        """Fills ``gradients``. ``dout`` has any strides; ``dlse (*B Hq M)`` is the gradient of the returned lse."""

@@ -1,0 +1,2 @@
+def objections(problem): return ("not yet",)
+def describe(problem): return ()
