@@ -1,0 +1,1 @@
+"""Named cases, the measured error budget, conformance suites and refusals; shipped, for backends elsewhere too."""
