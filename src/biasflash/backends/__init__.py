@@ -10,7 +10,7 @@ from biasflash.backends.backend import Backend
 
 #: name -> module; the first without objections runs
 ORDER: dict[str, str] = {
-    "triton": "biasflash.backends.triton",
+    "triton": "biasflash.backends.triton.backend",
     "cpu": "biasflash.backends.cpu",
     "reference": "biasflash.reference",
 }

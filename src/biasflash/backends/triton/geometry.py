@@ -1,0 +1,90 @@
+"""Strides as kernels take them: batch axes merged, alignment found, integers encoded. Plain Python, no launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One tensor as a kernel reads it: encoded strides ``(*batch, head, row, column)`` and its alignment class.
+
+    ``vec`` is 0 for any strides, 1 for a unit last stride, else the elements in 16 bytes, by which the address and
+    every other stride are divisible; strides are in units of it.
+    """
+
+    vec: int
+    strides: tuple[int, ...]
+    codes: tuple[int, ...]
+
+
+def code(value: int) -> int:
+    """``2 x + 3``: an odd integer above 1, so that Triton does not compile anew for each value (``tile.memory.plain``)."""
+    return 2 * value + 3
+
+
+def term_strides(term: Tensor) -> list[int]:
+    """Strides of a padded term; 0 along axes of size 1, so that they broadcast."""
+    return [0 if size == 1 else stride for size, stride in zip(term.shape, term.stride(), strict=True)]
+
+
+def rows_first(t: Tensor) -> list[int]:
+    """Strides of ``(*B, length, heads, width)`` in the kernels' order ``(*B, head, row, column)``."""
+    *batch, row, head, column = t.stride()
+    return [*batch, head, row, column]
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous array of this shape; 0 along axes of size 1."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(0 if size == 1 else step)
+        step *= size
+    return strides[::-1]
+
+
+def merge_batch(batch: Sequence[int], strides: dict[str, list[int]]) -> tuple[tuple[int, ...], dict[str, list[int]]]:
+    """Fewest batch axes that describe every tensor: axes of size 1 vanish, axes that are one run in all tensors merge.
+
+    At least one axis is left. Strides are ``(*batch, head, row, column)`` before and after.
+    """
+    sizes: list[int] = []
+    merged: dict[str, list[int]] = {name: [] for name in strides}
+    for axis, size in enumerate(batch):
+        if size == 1:
+            continue
+        if sizes and all(merged[name][-1] == s[axis] * size for name, s in strides.items()):
+            sizes[-1] *= size
+            for name, s in strides.items():
+                merged[name][-1] = s[axis]
+        else:
+            sizes.append(size)
+            for name, s in strides.items():
+                merged[name].append(s[axis])
+    if not sizes:
+        sizes = [1]
+        for axes in merged.values():
+            axes.append(0)
+    return tuple(sizes), {name: [*merged[name], *s[len(batch) :]] for name, s in strides.items()}
+
+
+def view(strides: Sequence[int], itemsize: int, width: int, aligned: bool) -> View:
+    """The ``View`` of a tensor whose last axis has ``width`` elements; ``aligned``: it starts at a multiple of 16 bytes."""
+    *outer, last = strides
+    if last != 1 and width > 1:
+        vec = 0
+    else:
+        full = 16 // itemsize
+        vec = full if aligned and all(s % full == 0 for s in outer) else 1
+    unit = max(vec, 1)
+    codes = (*(code(s // unit) for s in outer), code(last if vec == 0 else 1))
+    return View(vec=vec, strides=tuple(strides), codes=codes)
+
+
+def is_wide(views: Sequence[View]) -> bool:
+    """Whether offsets inside a tile (at most 256 rows or columns) may pass 2^31 elements."""
+    return any(abs(s) * 256 >= 2**31 for v in views for s in (v.strides[-2:] if v.vec == 0 else v.strides[-2:-1]))

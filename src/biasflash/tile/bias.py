@@ -1,0 +1,108 @@
+"""How the tiles of score terms arrive, and where the gradient of a bias leaves. No algebra here (see ``score.py``).
+
+``TERMS`` is a compile-time tuple with one entry a term: ``(apply, HAS_M, HAS_N, VEC, IS_KEEP)``. ``apply`` is the kind's
+jit function from ``score.py``; HAS_M and HAS_N say whether the term varies along queries and keys; VEC is 0 for any
+strides, 1 for unit key stride, else the elements of 16 bytes by which every other stride is divisible.
+"""
+
+import triton
+import triton.language as tl
+
+from biasflash.tile.memory import head_offset, plain, step_of, wide
+
+
+@triton.jit
+def term_bases(ptrs, strides, b, h, sizes, TERMS: tl.constexpr):
+    """One pointer a term: the plane of head ``h`` of batch item ``b``."""
+    bases = ()
+    for i in tl.static_range(len(TERMS)):
+        bases = bases + (ptrs[i] + head_offset(b, h, strides[i], sizes, TERMS[i][3]),)
+    return bases
+
+
+@triton.jit
+def term_pointers(base, strides, q_start, k_start, q_local, k_local, HAS_M: tl.constexpr, HAS_N: tl.constexpr, VEC: tl.constexpr):
+    """Pointers of one tile; an axis along which the term does not vary has size 1 in the result."""
+    NB: tl.constexpr = len(strides) - 3
+    pointers = base
+    if HAS_M:
+        row = step_of(strides[NB + 1], VEC)
+        pointers = pointers + wide(q_start) * row + q_local * row
+    if HAS_N:
+        if VEC > 0:
+            pointers = pointers + k_start + k_local
+        else:
+            column = plain(strides[NB + 2])
+            pointers = pointers + wide(k_start) * column + k_local * column
+    return pointers
+
+
+@triton.jit
+def load_term(
+    base,
+    strides,
+    q_start,
+    k_start,
+    q_local,
+    k_local,
+    k_in,
+    HAS_M: tl.constexpr,
+    HAS_N: tl.constexpr,
+    VEC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One term's tile. Rows are the caller's to clamp (``q_local``); keys past the end read as 0 where MASKED."""
+    pointers = term_pointers(base, strides, q_start, k_start, q_local, k_local, HAS_M, HAS_N, VEC)
+    if HAS_N and MASKED:
+        # adding a zero of q's shape broadcasts the mask to the tile without naming an orientation
+        inside = k_in & (q_local >= 0) if HAS_M else k_in
+        return tl.load(pointers, mask=inside, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_terms(bases, strides, q_start, k_start, q_local, k_local, k_in, TERMS: tl.constexpr, MASKED: tl.constexpr):
+    """The tiles of all terms, in order."""
+    tiles = ()
+    for i in tl.static_range(len(TERMS)):
+        tiles = tiles + (
+            load_term(
+                bases[i],
+                strides[i],
+                q_start,
+                k_start,
+                q_local,
+                k_local,
+                k_in,
+                TERMS[i][1],
+                TERMS[i][2],
+                TERMS[i][3],
+                MASKED,
+            ),
+        )
+    return tiles
+
+
+@triton.jit
+def seen_keys(k_in, bases, strides, k_start, k_local, TERMS: tl.constexpr, MASKED: tl.constexpr):
+    """Which keys any query may see, ``[BLOCK_N]``: inside the sequence and kept by every mask that is the same for all queries.
+
+    Rows of k and v outside it are never read, so a NaN stored there cannot leak as 0 x NaN.
+    """
+    seen = k_in
+    for i in tl.static_range(len(TERMS)):
+        if TERMS[i][4] and not TERMS[i][1]:
+            seen = seen & (
+                load_term(bases[i], strides[i], 0, k_start, 0, k_local, k_in, False, TERMS[i][2], TERMS[i][3], MASKED) != 0
+            )
+    return seen
+
+
+@triton.jit
+def store_term_grad(
+    base, strides, q_start, k_start, q_local, k_local, inside, tile, VEC: tl.constexpr
+):
+    """Sink of a full tile of a bias gradient; rounds to the gradient's dtype."""
+    pointers = term_pointers(base, strides, q_start, k_start, q_local, k_local, True, True, VEC)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)

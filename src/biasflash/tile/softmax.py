@@ -1,0 +1,69 @@
+"""Running softmax in base 2: step, finish, and the weight recovered from the log-sum-exp.
+
+``unit`` turns a score into base-2 units (``log2(e)``, times the scale where scores do not carry it). With PAIR (float32
+inputs) the log-sum-exp is kept as two floats, ``lse + low``, and differences are taken before the unit is applied: the
+weight is then right for scores of 1e7 and for ``finfo.min``. Without it one FMA does both.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Below this a score times log2(e) may overflow float32. Scores that low differ by 0 or by more than 1e30, so any
+# smaller unit tells equal from lower.
+LOWEST = tl.constexpr(-1.0e38)
+COARSE = tl.constexpr(2.0**-30)
+
+
+@triton.jit
+def running_step(y, m, l, unit, AXIS: tl.constexpr, PAIR: tl.constexpr, MAY_HIDE: tl.constexpr, LOW_RANGE: tl.constexpr):
+    """One tile of scores -> (weights, factor for what was accumulated, new maximum, new sum); keys lie along AXIS.
+
+    MAY_HIDE: scores may be -inf. LOW_RANGE: scores may be as low as ``finfo(float32).min``.
+    """
+    m_new = tl.maximum(m, tl.max(y, AXIS))
+    m_ref = m_new
+    if MAY_HIDE:
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+    if PAIR:
+        p = tl.exp2((y - tl.expand_dims(m_ref, AXIS)) * unit)
+    elif LOW_RANGE:
+        row_unit = tl.where(m_ref < LOWEST, COARSE, unit)
+        p = tl.exp2(y * tl.expand_dims(row_unit, AXIS) - tl.expand_dims(m_ref * row_unit, AXIS))
+    else:
+        p = tl.exp2(y * unit - tl.expand_dims(m_ref * unit, AXIS))
+    alpha = tl.exp2((m - m_ref) * unit)
+    return p, alpha, m_new, l * alpha + tl.sum(p, AXIS)
+
+
+@triton.jit
+def finish(m, l, natural):
+    """Running state -> (1 / sum, lse, low): natural log; ``natural`` turns a score into natural units.
+
+    A row that saw nothing (l = 0) gets factor 1, lse = -inf and low = 0.
+    """
+    empty = l == 0.0
+    log_sum = tl.log2(tl.where(empty, 1.0, l)) * LN2
+    top = tl.where(empty, 0.0, m * natural)
+    lse = top + log_sum
+    low = (top - lse) + log_sum
+    return 1.0 / tl.where(empty, 1.0, l), tl.where(empty, float("-inf"), lse), low
+
+
+@triton.jit
+def row_reference(lse, row_in, PAIR: tl.constexpr):
+    """What backward subtracts: lse (base 2 without PAIR); +inf for rows that saw nothing or do not exist, so p = 0 there."""
+    reference = lse
+    if not PAIR:
+        reference = lse * LOG2E
+    return tl.where(row_in & (reference != float("-inf")), reference, float("inf"))
+
+
+@triton.jit
+def probability(y, reference, low, unit, PAIR: tl.constexpr):
+    """The weight of a score, ``exp(y - lse)``; ``reference`` and ``low`` are shaped to broadcast."""
+    if PAIR:
+        return tl.exp2(((y - reference) - low) * unit)
+    else:
+        return tl.exp2(y * unit - reference)
