@@ -1,4 +1,4 @@
-"""Named problems: tests, ``biasflash check``, ``biasflash bench`` and the docs walk these lists; no other shapes exist."""
+"""Named problems: tests, ``biasflash check``, ``biasflash bench`` and the docs walk these lists and no others."""
 
 from __future__ import annotations
 
