@@ -1,0 +1,384 @@
+"""``biasflash bench``: named workloads x providers; correctness first, then time against best peer and floor."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fnmatch
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import biasflash
+from biasflash import __version__
+from biasflash.cli import charts, gate, rows, tables, timing
+from biasflash.cli.providers import OURS, PROVIDERS, Provider
+from biasflash.cli.rows import MODES, Cell, Row, Target
+from biasflash.testing.case import DTYPES, Case, Ceilings, floor_ms
+from biasflash.testing.cases import select
+
+SCHEMA = "biasflash-bench/1"
+#: A provider's process that gives no row for so long is ended. (A cold compile of the slowest rival takes under 60 s.)
+SILENCE_S = 150.0
+#: A provider whose process ended this often gets no further one.
+MAX_DEATHS = 4
+#: Up to so many scores this library's results are also judged by the budget of ``biasflash check`` (in float64).
+SMALL_SCORES = {"cuda": 1e8, "cpu": 5e6}
+MODE_CHOICES: dict[str, tuple[str, ...]] = {"fwd": ("fwd",), "fwdbwd": ("fwdbwd",), "both": MODES}
+#: What is timed when nothing is named: the workloads on a GPU, else cases that a CPU gets through in a minute.
+DEFAULT_CASES = {"cuda": "workload", "cpu": "vit,t5,t5-causal,pair-full,frozen-bias,object-queries,latent"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every row of a run shares. ``deadline`` is wall-clock time; rows after it are given up."""
+
+    device: str
+    modes: tuple[str, ...]
+    ceilings: Ceilings
+    deadline: float
+    budget_ms: float = timing.REPETITION_MS
+    silence_s: float = SILENCE_S
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+def make_target(case: Case, settings: Settings) -> Target:
+    """Random inputs of a case, their reference, and the figures its times are read against."""
+    call = dataclasses.replace(case.build(settings.device), dlse=None)  # no rival takes a gradient into lse
+    return Target(
+        case=case.name,
+        call=call,
+        truth=gate.reference(call),
+        flops={mode: case.flops(mode == "fwdbwd") for mode in settings.modes},
+        floor_ms={mode: floor_ms(case, mode == "fwdbwd", settings.ceilings) for mode in settings.modes},
+        is_small=case.scores <= SMALL_SCORES[torch.device(settings.device).type],
+    )
+
+
+def run_case(case: Case, providers: Sequence[Provider], settings: Settings) -> Iterator[Row]:
+    """All providers on one case in this process; the inputs and the reference are made once."""
+
+    def blank(provider: Provider, status: str, reason: str) -> Row:
+        return rows.blank(case.name, provider.name, settings.modes, status, reason)
+
+    target: Target | None = None
+    failure = ""
+    for provider in providers:
+        if provider.needs_cuda and not settings.device.startswith("cuda"):
+            yield blank(provider, rows.NEEDS_CUDA, "")
+            continue
+        if time.time() > settings.deadline:
+            yield blank(provider, rows.NO_TIME, "the time budget was used up")
+            continue
+        if target is None and not failure:
+            try:
+                target = make_target(case, settings)
+            except torch.OutOfMemoryError:
+                failure = "no memory for the inputs and their reference"
+        yield (
+            rows.run_row(provider, target, settings.modes, settings.budget_ms)
+            if target
+            else blank(provider, rows.ERROR, failure)
+        )
+        if settings.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+def _worker(pipe: Connection, provider: Provider, cases: Sequence[Case], settings: Settings) -> None:
+    """Body of a provider's process: one message per row; ends by itself when its CUDA context is lost."""
+    for case in cases:
+        for row in run_case(case, [provider], settings):
+            pipe.send(row)
+        if settings.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+
+def isolated(provider: Provider, cases: Sequence[Case], settings: Settings) -> Iterator[Row]:
+    """One provider on all cases in a process of its own; a new one for the cases that follow a crash or a hang."""
+    context = multiprocessing.get_context("spawn")
+    left, deaths = list(cases), 0
+    while left:
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=_worker, args=(send, provider, list(left), settings), daemon=True)
+        process.start()
+        send.close()
+        complaint = ""
+        while left and not complaint:
+            patience = max(1.0, min(settings.silence_s, settings.deadline + 30.0 - time.time()))
+            try:
+                if receive.poll(patience):
+                    yield receive.recv()
+                    left.pop(0)
+                else:
+                    complaint = f"gave no answer within {patience:.0f} s"
+            except EOFError:
+                process.join(10.0)
+                complaint = f"its process ended with exit code {process.exitcode}"
+        if complaint:
+            process.kill()
+            deaths += 1
+            yield rows.blank(left.pop(0).name, provider.name, settings.modes, rows.ERROR, complaint)
+        process.join(30.0)
+        receive.close()
+        if deaths >= MAX_DEATHS:
+            for case in left:
+                reason = f"not run: {deaths} processes of this provider had ended"
+                yield rows.blank(case.name, provider.name, settings.modes, rows.ERROR, reason)
+            return
+
+
+def run(cases: Sequence[Case], providers: Sequence[Provider], settings: Settings, *, isolate: bool) -> Iterator[Row]:
+    """Every row of a run: provider by provider in processes of their own, or else case by case in this one."""
+    if isolate:
+        for provider in providers:
+            yield from isolated(provider, cases, settings)
+    else:
+        for case in cases:
+            yield from run_case(case, providers, settings)
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def make_report(
+    found: Sequence[Row], settings: Settings, host: Sequence[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    """Everything a run found, ready for ``json.dumps``; ``load_rows`` reads its rows back."""
+    from biasflash.cli.machine import facts
+
+    report = {
+        "schema": SCHEMA,
+        "biasflash": __version__,
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+        "machine": facts(),
+        "device": settings.device,
+        "ceilings": dataclasses.asdict(settings.ceilings),
+        "limits": {str(dtype).removeprefix("torch."): limit for dtype, limit in gate.LIMITS.items()},
+        "repetition_ms": settings.budget_ms,
+        "rows": [dataclasses.asdict(row) for row in found],
+        "host": list(host),
+    }
+    plain = _plain(report)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def load_rows(path: Path) -> list[Row]:
+    """Rows of an earlier report.
+
+    Raises:
+        typer.BadParameter: the file is not such a report.
+    """
+    try:
+        report = json.loads(path.read_text())
+        if report["schema"] != SCHEMA:
+            raise ValueError(f"schema {report['schema']!r}, wanted {SCHEMA!r}")
+        return [
+            Row(**(row | {"cells": {mode: Cell(**cell) for mode, cell in row["cells"].items()}}))
+            for row in report["rows"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"{path} is not a report of biasflash bench: {error}") from None
+
+
+def host_section(device: torch.device) -> list[dict[str, Any]]:
+    """Host microseconds per forward call on a tiny problem: this library beside torch's own choice."""
+    entries: list[dict[str, Any]] = []
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    q = torch.randn(1, 64, 4, 64, device=device, dtype=dtype)
+    bias = torch.randn(1, 4, 64, 64, device=device, dtype=dtype)
+    heads_first = q.transpose(1, 2)
+    for call, plane in (("no bias", None), ("with a bias", bias)):
+
+        def ours(plane: torch.Tensor | None = plane) -> object:
+            return biasflash.attention(q, q, q, plane)
+
+        def torchs(plane: torch.Tensor | None = plane) -> object:
+            return torch.nn.functional.scaled_dot_product_attention(heads_first, heads_first, heads_first, plane)
+
+        for provider, work in ((OURS, ours), ("torch SDPA", torchs)):
+            with torch.no_grad():
+                took = timing.host_us(work, device)
+            entries.append({"call": call, "provider": provider, "us": took.ms, "p20": took.p20, "p80": took.p80})
+    return entries
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def choose_providers(wanted: str) -> list[Provider]:
+    """Providers whose name matches any of the comma-separated globs, in their own order.
+
+    Raises:
+        typer.BadParameter: a glob matches none.
+    """
+    globs = [word.strip() for word in wanted.split(",") if word.strip()]
+    for glob in globs:
+        if not fnmatch.filter(PROVIDERS, glob):
+            raise typer.BadParameter(f"no provider matches {glob!r}; known: {', '.join(PROVIDERS)}")
+    return [p for name, p in PROVIDERS.items() if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+
+
+def choose_cases(wanted: str | None, device: torch.device, dtype: str | None) -> list[Case]:
+    """The named cases, in ``dtype`` if given; a CPU takes float32 where nothing is said.
+
+    Raises:
+        typer.BadParameter: a name, tag or dtype is unknown.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype {dtype} is unknown; accepted: {', '.join(DTYPES)}")
+    dtype = dtype or ("fp32" if device.type == "cpu" else None)
+    try:
+        found = select(DEFAULT_CASES[device.type] if wanted is None else wanted)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return [dataclasses.replace(case, dtype=dtype) if dtype else case for case in found]
+
+
+def choose_device(name: str | None) -> torch.device:
+    """``--device``, or CUDA if there is one, else the CPU."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in DEFAULT_CASES:
+        raise typer.BadParameter(f"--device {name}: accepted are cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: torch sees no CUDA device here")
+    return device
+
+
+def _collect(
+    cases: Sequence[Case], providers: Sequence[Provider], settings: Settings, isolate: bool, console: Console
+) -> list[Row]:
+    """All rows, with a progress bar that names the row in work."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    found = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(cases) * len(providers))
+        for row in run(cases, providers, settings, isolate=isolate):
+            found.append(row)
+            progress.update(task, advance=1, description=f"{row.provider} on {row.case}")
+    return found
+
+
+def exit_code(found: Sequence[Row]) -> int:
+    """1 if this library was wrong or broke anywhere, else 0. Rivals, refusals and a used-up budget fail no run."""
+    ours = [cell.status for row in found if row.provider == OURS for cell in row.cells.values()]
+    return int(any(status in (rows.RED, rows.ERROR) for status in ours))
+
+
+def _save(
+    report: dict[str, Any],
+    found: Sequence[Row],
+    settings: Settings,
+    json_path: Path | None,
+    chart: Path | None,
+    console: Console,
+) -> None:
+    """Writes the files that were asked for."""
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        console.print(f"wrote {json_path}")
+    if chart:
+        try:
+            charts.draw(found, settings.modes, chart, f"biasflash {__version__} on {report['machine']['device']}")
+            console.print(f"wrote {chart}")
+        except ValueError as error:
+            console.print(f"no chart: {error}")
+
+
+def bench(
+    cases: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated case names, globs or tags. Default: every workload (on a CPU: a few medium cases)."
+        ),
+    ] = None,
+    providers: Annotated[str, typer.Option(help="Comma-separated names or globs: " + ", ".join(PROVIDERS) + ".")] = "*",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda if there is one.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp16, bf16 or fp32 for every case. Default: the case's own (on a CPU: fp32).")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="fwd, fwdbwd (forward + backward, every gradient) or both.")] = "both",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure and the machine's facts here.")
+    ] = None,
+    chart: Annotated[Path | None, typer.Option(help="Write a PNG chart here.")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="A JSON of an earlier run: print what changed against it.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time budget; rows that do not fit say so.")] = 450.0,
+    isolate: Annotated[
+        bool | None,
+        typer.Option(
+            "--isolate/--no-isolate",
+            help="Each provider in its own process, so that a crash spoils one row. Default: on CUDA.",
+        ),
+    ] = None,
+    host: Annotated[bool, typer.Option("--host", help="Also measure host time per call beside torch's SDPA.")] = False,
+) -> None:
+    """Time attention providers side by side: correctness gate first, no speed for a wrong result.
+
+    Forward alone, and forward + backward with every gradient: median of CUDA-event timings with a cold L2 cache, the
+    fraction of the floor (the largest of products, bytes and exponentials at this machine's measured ceilings), and the
+    ratio to the best other provider. A result counts as right when its relative Frobenius error against float32 is
+    within 1e-2 (bf16), 2e-3 (fp16) or 1e-4 (fp32). Exit code 1 if biasflash itself is wrong or fails anywhere.
+    """
+    start = time.time()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=240)  # a file or a pipe: no reason to fold a table
+    if mode not in MODE_CHOICES:
+        raise typer.BadParameter(f"--mode {mode} is unknown; accepted: {', '.join(MODE_CHOICES)}")
+    where = choose_device(device)
+    chosen, rivals = choose_cases(cases, where, dtype), choose_providers(providers)
+    earlier = load_rows(baseline) if baseline else []
+    top = timing.ceilings(where)
+    if where.type == "cuda":
+        torch.cuda.empty_cache()  # the measuring process keeps nothing from the providers' processes
+    figures = f"{top.products / 1e12:.3g} TFLOP/s, {top.bytes / 1e12:.3g} TB/s, {top.exps:.2g} exponentials/s"
+    console.print(f"ceilings measured on {where}: {figures}")
+    settings = Settings(
+        device=str(where),
+        modes=MODE_CHOICES[mode],
+        ceilings=top,
+        deadline=start + seconds,
+        budget_ms=timing.REPETITION_MS,
+    )
+    found = _collect(chosen, rivals, settings, where.type == "cuda" if isolate is None else isolate, console)
+    times = host_section(where) if host else []
+    console.print(tables.report(found, settings.modes))
+    if times:
+        console.print(tables.host(times))
+    if earlier:
+        console.print(tables.changes(found, earlier))
+    _save(make_report(found, settings, times, time.time() - start), found, settings, json_path, chart, console)
+    raise typer.Exit(exit_code(found))

@@ -1,0 +1,530 @@
+"""The bench on a CPU with tiny cases: its reference, its gate, its rows, its files and its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from biasflash.cli import bench, charts, gate, providers, rows, tables, timing
+from biasflash.cli.providers import OURS, PROVIDERS, NotInstalled, Provider, Refused
+from biasflash.cli.rows import Cell, Row
+from biasflash.testing.case import Bias, Call, Case, Ceilings, Mask, floor_ms
+from biasflash.testing.cases import WORKLOADS
+from biasflash.testing.truth import solve
+
+
+def tiny(name: str, **more: object) -> Case:
+    base: dict[str, object] = {"batch": (2,), "M": 12, "N": 20, "Hq": 4, "Hkv": 4, "D": 8, "Dv": 8, "dtype": "fp32"}
+    return Case(name=name, why="a test of the bench", tags=frozenset(), **(base | more))  # type: ignore[arg-type]
+
+
+BIASED = tiny("biased", biases=(Bias(shape="1HMN"),))
+CASES = [
+    BIASED,
+    tiny("no-batch", batch=(), biases=(Bias(shape="HMN"),)),
+    tiny("two-axes", batch=(2, 3), biases=(Bias(shape="B1HMN"), Bias(shape="1B11N", trained=False))),
+    tiny("grouped-causal", Hkv=2, causal=True, biases=(Bias(shape="B1MN"),)),
+    tiny("top-left", causal="top-left", Dv=5, biases=(Bias(shape="1H1N"),)),
+    tiny("constant-over-keys", biases=(Bias(shape="1HM1"),)),
+    tiny("masked", masks=(Mask(shape="B11N", fill="key padding"), Mask(shape="BHMN"))),
+    tiny("rows-empty", masks=(Mask(shape="BHMN", fill="some rows empty"),), biases=(Bias(shape="BHMN"),)),
+    tiny("poisoned", masks=(Mask(shape="B11N", fill="key padding"),), poison=True),
+    tiny("packed", N=12, layout="qkv", scale=0.3, biases=(Bias(shape="MN"),)),
+    tiny("frozen", trained="v", biases=(Bias(shape="1HMN"),)),
+]
+SETTINGS = bench.Settings(
+    device="cpu",
+    modes=rows.MODES,
+    ceilings=Ceilings(products=1e11, bytes=1e10, exps=1e9),
+    deadline=math.inf,
+    budget_ms=2.0,
+)
+
+
+def attend(call: Call) -> torch.Tensor:
+    return PROVIDERS["eager"].prepare(call)()
+
+
+def fake(name: str, prepare: providers.Prepare) -> Provider:
+    return Provider(name=name, prepare=prepare, needs_cuda=False, summary="made up")
+
+
+def slightly_large(call: Call) -> providers.Attend:
+    return lambda: attend(call) * 1.01
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, t: torch.Tensor) -> torch.Tensor:
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 1.01
+
+
+def wrong_gradient(call: Call) -> providers.Attend:
+    return lambda: _WrongGradient.apply(attend(call))
+
+
+def one_row(provider: Provider, case: Case = BIASED, **more: object) -> Row:
+    (row,) = bench.run_case(case, [provider], dataclasses.replace(SETTINGS, **more))  # type: ignore[arg-type]
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------------ the gate
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("block", [1, 10**6], ids=["blocks of one row", "one block"])
+def test_reference_is_the_float64_truth(case: Case, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gate.BLOCK, "cpu", block)
+    call = dataclasses.replace(case.build("cpu"), dlse=None)
+    found = dict(gate.reference(call).tensors)
+    if "dqkv" in found:
+        found |= dict(zip(("dq", "dk", "dv"), found.pop("dqkv").unbind(-3), strict=True))
+    wanted = solve(call, torch.float64)
+    del wanted["lse"]
+    assert set(found) == set(wanted)
+    for name, true in wanted.items():
+        true = true.view(found[name].shape)
+        torch.testing.assert_close(found[name].double(), true, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_relative_error() -> None:
+    ones = torch.ones(4)
+    assert gate.relative_error(ones * 1.5, ones) == 0.5
+    assert gate.relative_error(ones * 1.5, ones, size=8.0) == 0.125
+    assert gate.relative_error(ones * 1.5, ones, size=0.1) == 0.5
+    assert gate.relative_error(torch.zeros(4), torch.zeros(4)) == 0.0
+    assert gate.relative_error(ones, torch.zeros(4)) == math.inf
+    assert math.isnan(gate.relative_error(ones * math.nan, ones))
+
+
+def test_limits_follow_the_dtype_and_tf32() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert gate.limit_for(torch.bfloat16, cuda) == 1e-2
+    assert gate.limit_for(torch.float16, cpu) == 2e-3
+    assert gate.limit_for(torch.float32, cuda) == 1e-4
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert gate.limit_for(torch.float32, cuda) == 2e-3
+        assert gate.limit_for(torch.float32, cpu) == 1e-4
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_reference_ignores_and_restores_the_matmul_precision() -> None:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with gate.full_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_gradient_that_cancels_is_judged_by_what_cancels() -> None:
+    call = tiny("constant-over-keys", biases=(Bias(shape="1HM1"), Bias(shape="1HMN"))).build("cpu")
+    truth = gate.reference(call)
+    assert set(truth.sizes) == {"dbias[0]"}
+    zero = torch.zeros_like(call.bias[0])
+    assert gate.compare({"dbias[0]": zero}, truth)["dbias[0]"] < 1e-6
+    assert gate.compare({"dbias[0]": zero + 1.0}, truth)["dbias[0]"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("prepare", "tensor"),
+    [
+        (slightly_large, "out"),
+        (wrong_gradient, "dbias[0]"),
+        (lambda call: lambda: attend(call) * math.nan, "out"),
+        (lambda call: lambda: attend(call).transpose(-3, -2), "out"),
+    ],
+    ids=["output off by 1 %", "gradients off by 1 %", "NaN", "another layout"],
+)
+def test_a_wrong_provider_gets_no_speed(prepare: providers.Prepare, tensor: str) -> None:
+    row = one_row(fake("wrong", prepare))
+    timed = [cell for cell in row.cells.values() if cell.ms is not None or cell.tflops is not None]
+    assert timed == []
+    red = [cell for cell in row.cells.values() if cell.status == rows.RED]
+    assert red
+    assert tensor in red[0].reason
+
+
+def test_a_wrong_gradient_also_takes_the_forward_speed() -> None:
+    row = one_row(fake("wrong", wrong_gradient))
+    assert row.cells["fwd"].status == row.cells["fwdbwd"].status == rows.RED
+    assert row.cells["fwdbwd"].errors["dq"] == pytest.approx(0.01, rel=0.01)
+    assert row.cells["fwdbwd"].errors["out"] < 1e-5
+
+
+def test_forward_alone_does_not_look_at_gradients() -> None:
+    row = one_row(fake("wrong", wrong_gradient), modes=("fwd",))
+    assert row.cells["fwd"].status == rows.OK
+
+
+def test_this_library_is_also_held_to_the_conformance_budget() -> None:
+    def nearly(call: Call) -> providers.Attend:
+        return lambda: attend(call) * (1 + 3e-5)  # within 1e-4, but far over twice the error of plain PyTorch
+
+    assert one_row(fake("rival", nearly)).cells["fwdbwd"].status == rows.OK
+    row = one_row(fake(OURS, nearly))
+    assert row.cells["fwdbwd"].status == rows.RED
+    assert "over budget" in row.cells["fwdbwd"].reason
+
+
+# ------------------------------------------------------------------------------------------------------------ the rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_provider_is_right_or_says_why_not(case: Case) -> None:
+    found = {row.provider: row for row in bench.run_case(case, list(PROVIDERS.values()), SETTINGS)}
+    assert list(found) == list(PROVIDERS)
+    poisoned = case.poison  # the formula multiplies NaN by zero there: the gate has to see it
+    for name, row in found.items():
+        for cell in row.cells.values():
+            if PROVIDERS[name].needs_cuda:
+                assert cell.status == rows.NEEDS_CUDA
+            elif name == OURS:
+                assert cell.status == rows.OK, (name, cell)
+            elif poisoned or case.name == "rows-empty":
+                assert cell.status in (rows.RED, rows.REFUSED, rows.OK)
+            else:
+                assert cell.status in (rows.OK, rows.REFUSED), (name, cell)
+    if not poisoned and case.name != "rows-empty":
+        assert found["eager"].cells["fwdbwd"].status == rows.OK
+    if poisoned:
+        assert found["eager"].is_red
+
+
+def test_what_a_row_holds() -> None:
+    row = one_row(PROVIDERS["eager"])
+    assert (row.case, row.provider, row.dtype, row.limit) == ("biased", "eager", "float32", 1e-4)
+    assert row.peak_mib is None
+    results = 2 * 12 * 4 * 8 + (2 * 12 * 4 * 8 + 2 * 2 * 20 * 4 * 8 + 4 * 12 * 20)  # out; dq, dk and dv, dbias
+    assert row.results_mib == 4 * results / 2**20
+    assert set(row.cells["fwd"].errors) == {"out"}
+    assert set(row.cells["fwdbwd"].errors) == {"out", "dq", "dk", "dv", "dbias[0]"}
+    scores = 2 * 4 * 12 * 20
+    for mode, per_score in (("fwd", 2 * 16), ("fwdbwd", 2 * 16 + 2 * (3 * 8 + 2 * 8))):
+        cell = row.cells[mode]
+        assert cell.ms is not None
+        assert cell.p20 is not None
+        assert cell.p80 is not None
+        assert 0 < cell.p20 <= cell.ms <= cell.p80
+        assert cell.tflops == pytest.approx(per_score * scores / cell.ms / 1e9)
+        assert cell.floor_ms == floor_ms(BIASED, mode == "fwdbwd", SETTINGS.ceilings)
+        assert cell.fraction == pytest.approx(cell.floor_ms / cell.ms)
+        assert cell.first_call_s is not None
+        assert cell.first_call_s > 0
+
+
+def test_forward_runs_without_gradients_and_both_with_them() -> None:
+    seen = []
+
+    def spy(call: Call) -> providers.Attend:
+        def run() -> torch.Tensor:
+            out = attend(call)
+            seen.append((call.q.requires_grad, torch.is_grad_enabled(), out.requires_grad))
+            return out
+
+        return run
+
+    assert one_row(fake("spy", spy)).cells["fwdbwd"].status == rows.OK
+    assert set(seen) == {(False, False, False), (True, True, True)}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (NotInstalled("some-package"), rows.NOT_INSTALLED, "some-package"),
+        (Refused("has no mask"), rows.REFUSED, "has no mask"),
+        (NotImplementedError("not there"), rows.REFUSED, "not there"),
+        (torch.OutOfMemoryError("tried to allocate"), rows.ERROR, "out of memory"),
+        (RuntimeError("two\nlines"), rows.ERROR, "RuntimeError: two lines"),
+    ],
+)
+def test_a_provider_that_raises_says_so_in_its_cells(error: Exception, status: str, reason: str) -> None:
+    def raising(call: Call) -> providers.Attend:
+        raise error
+
+    cells = one_row(fake("raising", raising)).cells
+    assert {(cell.status, cell.reason, cell.ms) for cell in cells.values()} == {(status, reason, None)}
+
+
+def test_a_provider_without_a_backward_pass_keeps_its_forward_speed() -> None:
+    def no_gradient(call: Call) -> providers.Attend:
+        if torch.is_grad_enabled():
+            raise Refused("has no gradient")
+        return lambda: attend(call)
+
+    cells = one_row(fake("half", no_gradient)).cells
+    assert cells["fwd"].ms is not None
+    assert cells["fwdbwd"] == Cell(status=rows.REFUSED, reason="has no gradient")
+
+
+def test_packages_that_are_not_there_say_so() -> None:
+    call = BIASED.build("cpu")
+    for prepare in (providers.prepare_fa4, providers.prepare_cudnn_frontend):
+        with pytest.raises((NotInstalled, Refused)):
+            prepare(call)
+
+
+def test_rows_after_the_deadline_are_given_up() -> None:
+    row = one_row(PROVIDERS["eager"], deadline=time.time() - 1)
+    assert {cell.status for cell in row.cells.values()} == {rows.NO_TIME}
+
+
+def test_the_reference_is_made_once_for_all_providers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = gate.reference
+    monkeypatch.setattr(gate, "reference", lambda call: made.append(call.case.name) or real(call))
+    cpu = [p for p in PROVIDERS.values() if not p.needs_cuda]
+    assert len(cpu) >= 3
+    assert len(list(bench.run([BIASED], cpu, SETTINGS, isolate=False))) == len(cpu)
+    assert made == ["biased"]
+
+
+def crashing(call: Call) -> providers.Attend:
+    if call.case.name == "biased":
+        os._exit(7)
+    return lambda: attend(call)
+
+
+def test_a_crash_spoils_only_its_own_row() -> None:
+    cases = [BIASED, tiny("after")]
+    found = list(bench.isolated(fake("crashing", crashing), cases, SETTINGS))
+    assert [row.case for row in found] == ["biased", "after"]
+    assert {cell.status for cell in found[0].cells.values()} == {rows.ERROR}
+    assert "exit code 7" in found[0].cells["fwd"].reason
+    assert {cell.status for cell in found[1].cells.values()} == {rows.OK}
+
+
+# ---------------------------------------------------------------------------------------------------------- the clocks
+
+
+def test_summarise() -> None:
+    took = timing.summarise([5.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+    assert took == timing.Timing(ms=3.5, p20=2.0, p80=5.0, runs=6)
+    assert timing.summarise([2.0]) == timing.Timing(ms=2.0, p20=2.0, p80=2.0, runs=1)
+
+
+def test_measure_finds_the_length_of_a_nap() -> None:
+    took = timing.measure(lambda: time.sleep(0.004), torch.device("cpu"), 40.0)
+    assert 4.0 <= took.p20 <= took.ms <= took.p80
+    assert took.ms < 40.0
+    assert 5 <= took.runs <= 10
+
+
+def test_host_time_is_in_microseconds() -> None:
+    took = timing.host_us(lambda: time.sleep(0.002), torch.device("cpu"), calls=3, rounds=3)
+    assert 2000.0 <= took.ms < 40_000.0
+    assert took.runs == 3
+
+
+# ------------------------------------------------------------------------------------------------- figures of workloads
+
+#: (workload, forward, forward and backward): FLOP by hand, 2 (D + Dv) and 2 (3 D + 2 Dv) more per score
+FLOPS = [
+    ("plain-d128-4k", 512 * 4 * 16 * 4096**2, (512 + 1280) * 4 * 16 * 4096**2),
+    ("causal-d128-16k", 256 * 16 * 16384**2, (256 + 640) * 16 * 16384**2),
+    ("mla-causal-d192-128", 320 * 2 * 16 * 4096**2, (320 + 832) * 2 * 16 * 4096**2),
+    ("pair-1hmn-d32-512", 128 * 512 * 4 * 512**2, (128 + 320) * 512 * 4 * 512**2),
+]
+#: (workload, forward, forward and backward): floors in ms at 716 TFLOP/s, 4.3 TB/s and 4.2e12 exponentials/s
+FLOORS = [
+    ("plain-d128-4k", 0.768, 2.687),  # products
+    ("causal-d64-4k", 0.384, 1.344),  # products
+    ("gqa-causal-d128-8k", 1.536, 5.375),  # products
+    ("mla-causal-d192-128", 0.240, 0.864),  # products
+    ("bias-full-d64-2k", 0.140, 0.421),  # bytes: q, k, v, out of 16.8 MB each and a bias of 537 MB
+    ("bias-const-d64-2k", 0.140, 0.336),  # bytes, then products
+    ("pair-1hmn-d32-512", 0.128, 0.336),  # exponentials, then products
+    ("swin-1hmn-d32-64", 0.187, 0.562),  # bytes: q, k, v, out of 201 MB each
+    ("mask-b11n-d64-2k", 0.384, 1.344),  # products
+]
+
+
+@pytest.mark.parametrize(("name", "forward", "both"), FLOPS)
+def test_flops_by_hand(name: str, forward: int, both: int) -> None:
+    assert (WORKLOADS[name].flops(False), WORKLOADS[name].flops(True)) == (forward, both)
+
+
+@pytest.mark.parametrize(("name", "forward", "both"), FLOORS)
+def test_floors_by_hand(name: str, forward: float, both: float) -> None:
+    ceilings = Ceilings(products=716e12, bytes=4.3e12, exps=4.2e12)
+    case = WORKLOADS[name]
+    assert floor_ms(case, False, ceilings) == pytest.approx(forward, abs=6e-4)
+    assert floor_ms(case, True, ceilings) == pytest.approx(both, abs=6e-4)
+
+
+def test_a_slower_product_rate_raises_only_the_floors_it_bounds() -> None:
+    slow = Ceilings(products=701e12, bytes=4.3e12, exps=4.2e12)
+    assert floor_ms(WORKLOADS["plain-d128-4k"], False, slow) == pytest.approx(0.784, abs=6e-4)
+    assert floor_ms(WORKLOADS["bias-full-d64-2k"], False, slow) == pytest.approx(0.140, abs=6e-4)
+
+
+# ------------------------------------------------------------------------------------------------- tables, chart, JSON
+
+
+def made_up(case: str, provider: str, forward: float | None, both: float | None = None) -> Row:
+    cells = {}
+    for mode, ms in (("fwd", forward), ("fwdbwd", both)):
+        if ms is None:
+            cells[mode] = Cell(status=rows.RED, reason=f"{provider} is off")
+        else:
+            cells[mode] = Cell(
+                status=rows.OK, ms=ms, p20=ms, p80=ms, runs=5, floor_ms=0.5, fraction=0.5 / ms, tflops=1.0
+            )
+    return Row(case=case, provider=provider, dtype="float32", limit=1e-4, cells=cells)
+
+
+MADE_UP = [
+    made_up("a", OURS, 1.0, 4.0),
+    made_up("a", "eager", 3.0, 6.0),
+    made_up("a", "sdpa-math", 2.0, 8.0),
+    made_up("b", OURS, 1.0),
+    made_up("b", "eager", None, 5.0),
+    made_up("b", "sdpa-math", None, None),
+]
+
+
+def test_ratios_are_against_the_best_green_peer() -> None:
+    found = tables.by_case(MADE_UP)
+    assert tables.best_peer(found["a"], "fwd") == ("sdpa-math", 2.0)
+    assert tables.best_peer(found["a"], "fwdbwd") == ("eager", 6.0)
+    assert tables.advantage(found["a"], OURS, "fwd") == 2.0
+    assert tables.advantage(found["a"], "eager", "fwd") == pytest.approx(2 / 3)
+    assert tables.best_peer(found["b"], "fwd") is None
+    assert tables.advantage(found["b"], OURS, "fwd") is None
+    assert tables.advantage(found["b"], OURS, "fwdbwd") is None
+
+
+def rendered(what: object) -> str:
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(what)
+    console.file.close()
+    return console.export_text()
+
+
+def test_the_tables_show_ratios_and_reasons_but_no_red_speed() -> None:
+    absent = Row(case="a", provider="fa4", cells={"fwd": Cell(status=rows.NOT_INSTALLED, reason="flash-attn-4")})
+    text = rendered(tables.report([*MADE_UP, absent], rows.MODES))
+    assert "2.00 x" in text
+    assert "1.50 x" in text
+    assert "50%" in text
+    assert "red [1]" in text
+    assert "[1] eager is off" in text
+    assert "fa4: not installed flash-attn-4" in text
+
+
+def test_changes_name_faster_slower_and_lost() -> None:
+    now = [made_up("a", OURS, 1.1, 3.0), made_up("a", "eager", None, 6.0)]
+    text = rendered(tables.changes(now, MADE_UP))
+    assert "+10.0%" in text
+    assert "-25.0%" in text
+    assert "lost" in text
+    assert "+0.0%" in text
+
+
+def test_the_chart_is_a_png_with_our_colour_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "chart.png"
+    charts.draw(MADE_UP, rows.MODES, path, "a title")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int)
+    assert min(pixels.shape[:2]) > 200
+    for colour in (charts.OUR_COLOUR, *charts.PEER_COLOURS[:2]):
+        wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (pixels == wanted).all(-1).sum() > 500
+
+
+def test_a_chart_of_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        charts.draw([made_up("b", "sdpa-math", None)], rows.MODES, tmp_path / "chart.png", "a title")
+    assert not (tmp_path / "chart.png").exists()
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    """``bench`` over two tiny cases, quickly, as an application of its own."""
+    cases = {case.name: case for case in (BIASED, tiny("masked", masks=(Mask(shape="B11N"),)))}
+    monkeypatch.setattr(bench, "select", lambda wanted: [cases[name] for name in wanted.split(",")])
+    monkeypatch.setattr(bench.timing, "ceilings", lambda device: SETTINGS.ceilings)
+    monkeypatch.setattr(bench.timing, "REPETITION_MS", 2.0)
+    app = typer.Typer()
+    app.command()(bench.bench)
+    return app
+
+
+def test_the_command_writes_a_report_that_reads_back(command: typer.Typer, tmp_path: Path) -> None:
+    path, chart = tmp_path / "bench.json", tmp_path / "bench.png"
+    options = ["--device", "cpu", "--cases", "biased,masked", "--json", str(path), "--chart", str(chart), "--host"]
+    result = CliRunner().invoke(command, options)
+    assert result.exit_code == 0, result.output
+    assert chart.read_bytes()[1:4] == b"PNG"
+    report = json.loads(path.read_text())
+    assert report["schema"] == bench.SCHEMA
+    assert set(report["ceilings"]) == {"products", "bytes", "exps"}
+    assert report["machine"]
+    assert len(report["rows"]) == 2 * len(PROVIDERS)
+    assert {entry["provider"] for entry in report["host"]} == {OURS, "torch SDPA"}
+    assert all(entry["us"] > 0 for entry in report["host"])
+    found = bench.load_rows(path)
+    assert [dataclasses.asdict(row) for row in found] == report["rows"]
+    assert tables.speed(tables.by_case(found)["biased"][OURS], "fwdbwd")
+    again = CliRunner().invoke(
+        command, ["--device", "cpu", "--cases", "biased", "--providers", "eager", "--baseline", str(path)]
+    )
+    assert again.exit_code == 0, again.output
+    assert "change against the baseline" in again.output
+
+
+def test_the_command_shows_red_for_a_wrong_rival_and_fails_for_a_wrong_us(
+    command: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "bench.json"
+    options = ["--device", "cpu", "--cases", "biased", "--providers", f"wrong,{OURS}", "--json", str(path)]
+    monkeypatch.setitem(PROVIDERS, "wrong", fake("wrong", slightly_large))
+    result = CliRunner().invoke(command, options)
+    assert result.exit_code == 0, result.output
+    assert "red [1]" in result.output
+    by_name = {row.provider: row for row in bench.load_rows(path)}
+    assert all(cell.ms is None for cell in by_name["wrong"].cells.values())
+    assert all(cell.ms is not None for cell in by_name[OURS].cells.values())
+    monkeypatch.setitem(PROVIDERS, OURS, fake(OURS, slightly_large))
+    assert CliRunner().invoke(command, options).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mode", "backward"], "accepted: fwd, fwdbwd, both"),
+        (["--providers", "nobody"], "no provider matches 'nobody'"),
+        (["--dtype", "int8"], "accepted: fp16, bf16, fp32"),
+        (["--device", "mps"], "accepted are cpu and cuda"),
+        (["--baseline", "missing.json"], "is not a report"),
+    ],
+)
+def test_wrong_options_are_told_what_is_accepted(command: typer.Typer, options: list[str], message: str) -> None:
+    result = CliRunner().invoke(command, ["--device", "cpu", "--cases", "biased", *options], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_figures_that_json_lacks_become_words() -> None:
+    assert bench._plain({"a": [math.nan, -math.inf, 1.0], "b": (2,)}) == {"a": ["nan", "-inf", 1.0], "b": [2]}
