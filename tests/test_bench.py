@@ -9,7 +9,6 @@ import os
 import time
 from pathlib import Path
 
-import matplotlib.image
 import pytest
 import torch
 import typer
@@ -275,11 +274,20 @@ def test_a_provider_without_a_backward_pass_keeps_its_forward_speed() -> None:
     assert cells["fwdbwd"] == Cell(status=rows.REFUSED, reason="has no gradient")
 
 
-def test_packages_that_are_not_there_say_so() -> None:
-    call = BIASED.build("cpu")
-    for prepare in (providers.prepare_fa4, providers.prepare_cudnn_frontend):
-        with pytest.raises((NotInstalled, Refused)):
-            prepare(call)
+@pytest.mark.parametrize("module", ["no_such_module", "no_such_module.inner", "json.no_such_module"])
+def test_packages_that_are_not_there_say_so_without_being_run(module: str) -> None:
+    absent = dataclasses.replace(fake("absent", crashing), package=(module, "some-package"))
+    (row,) = bench.run([BIASED], [absent], SETTINGS, isolate=False)
+    assert row.cells == {mode: Cell(status=rows.NOT_INSTALLED, reason="some-package") for mode in rows.MODES}
+    assert dataclasses.replace(absent, package=("json.decoder", "json")).missing() == ""
+
+
+def test_no_reference_is_made_where_nobody_gave_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(call: Call) -> providers.Attend:
+        raise Refused("never")
+
+    monkeypatch.setattr(gate, "reference", lambda call: pytest.fail("made a reference"))
+    assert one_row(fake("refusing", refusing)).cells["fwd"].status == rows.REFUSED
 
 
 def test_rows_after_the_deadline_are_given_up() -> None:
@@ -440,6 +448,8 @@ def test_changes_name_faster_slower_and_lost() -> None:
 
 
 def test_the_chart_is_a_png_with_our_colour_in_it(tmp_path: Path) -> None:
+    import matplotlib.image  # here, so that the processes of the crash test need not
+
     path = tmp_path / "deep" / "chart.png"
     charts.draw(MADE_UP, rows.MODES, path, "a title")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -482,6 +492,7 @@ def test_the_command_writes_a_report_that_reads_back(command: typer.Typer, tmp_p
     assert set(report["ceilings"]) == {"products", "bytes", "exps"}
     assert report["machine"]
     assert len(report["rows"]) == 2 * len(PROVIDERS)
+    assert {row["provider"] for row in report["rows"]} == set(PROVIDERS)
     assert {entry["provider"] for entry in report["host"]} == {OURS, "torch SDPA"}
     assert all(entry["us"] > 0 for entry in report["host"])
     found = bench.load_rows(path)

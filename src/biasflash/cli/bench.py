@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import fnmatch
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -23,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import biasflash
 from biasflash import __version__
 from biasflash.cli import charts, gate, rows, tables, timing
+from biasflash.cli.machine import facts
 from biasflash.cli.providers import OURS, PROVIDERS, Provider
 from biasflash.cli.rows import MODES, Cell, Row, Target
 from biasflash.testing.case import DTYPES, Case, Ceilings, floor_ms
@@ -56,12 +58,11 @@ class Settings:
 
 
 def make_target(case: Case, settings: Settings) -> Target:
-    """Random inputs of a case, their reference, and the figures its times are read against."""
+    """Random inputs of a case, and the figures its times are read against."""
     call = dataclasses.replace(case.build(settings.device), dlse=None)  # no rival takes a gradient into lse
     return Target(
         case=case.name,
         call=call,
-        truth=gate.reference(call),
         flops={mode: case.flops(mode == "fwdbwd") for mode in settings.modes},
         floor_ms={mode: floor_ms(case, mode == "fwdbwd", settings.ceilings) for mode in settings.modes},
         is_small=case.scores <= SMALL_SCORES[torch.device(settings.device).type],
@@ -87,7 +88,7 @@ def run_case(case: Case, providers: Sequence[Provider], settings: Settings) -> I
             try:
                 target = make_target(case, settings)
             except torch.OutOfMemoryError:
-                failure = "no memory for the inputs and their reference"
+                failure = "no memory for the inputs"
         yield (
             rows.run_row(provider, target, settings.modes, settings.budget_ms)
             if target
@@ -142,12 +143,19 @@ def isolated(provider: Provider, cases: Sequence[Case], settings: Settings) -> I
 
 def run(cases: Sequence[Case], providers: Sequence[Provider], settings: Settings, *, isolate: bool) -> Iterator[Row]:
     """Every row of a run: provider by provider in processes of their own, or else case by case in this one."""
+    present = []
+    for provider in providers:
+        missing = provider.missing()
+        if not missing:
+            present.append(provider)
+        for case in cases if missing else ():
+            yield rows.blank(case.name, provider.name, settings.modes, rows.NOT_INSTALLED, missing)
     if isolate:
-        for provider in providers:
+        for provider in present:
             yield from isolated(provider, cases, settings)
     else:
         for case in cases:
-            yield from run_case(case, providers, settings)
+            yield from run_case(case, present, settings)
 
 
 # -------------------------------------------------------------------------------------------------------------- report
@@ -166,14 +174,12 @@ def make_report(
     found: Sequence[Row], settings: Settings, host: Sequence[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
     """Everything a run found, ready for ``json.dumps``; ``load_rows`` reads its rows back."""
-    from biasflash.cli.machine import facts
-
     report = {
         "schema": SCHEMA,
         "biasflash": __version__,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
-        "machine": facts(),
+        "machine": facts(settings.device),
         "device": settings.device,
         "ceilings": dataclasses.asdict(settings.ceilings),
         "limits": {str(dtype).removeprefix("torch."): limit for dtype, limit in gate.LIMITS.items()},
@@ -221,7 +227,7 @@ def host_section(device: torch.device) -> list[dict[str, Any]]:
 
         for provider, work in ((OURS, ours), ("torch SDPA", torchs)):
             with torch.no_grad():
-                took = timing.host_us(work, device)
+                took = timing.host_us(work, device, calls=200 if device.type == "cuda" else 20)
             entries.append({"call": call, "provider": provider, "us": took.ms, "p20": took.p20, "p80": took.p80})
     return entries
 
@@ -358,6 +364,8 @@ def bench(
         console = Console(width=240)  # a file or a pipe: no reason to fold a table
     if mode not in MODE_CHOICES:
         raise typer.BadParameter(f"--mode {mode} is unknown; accepted: {', '.join(MODE_CHOICES)}")
+    if chart and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--chart needs matplotlib; install it with: pip install 'biasflash[cli]'")
     where = choose_device(device)
     chosen, rivals = choose_cases(cases, where, dtype), choose_providers(providers)
     earlier = load_rows(baseline) if baseline else []

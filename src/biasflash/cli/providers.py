@@ -8,6 +8,7 @@ A provider that cannot serve a call raises ``Refused``; one whose package is abs
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable
@@ -38,12 +39,26 @@ class NotInstalled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """``name`` as the command line knows it; ``needs_cuda`` when nothing of it runs on a CPU."""
+    """``name`` as the command line knows it; ``needs_cuda`` when its gradients do not exist on a CPU.
+
+    ``package``: module and distribution that it comes from, if not from this library or torch.
+    """
 
     name: str
     prepare: Prepare
     needs_cuda: bool
     summary: str
+    package: tuple[str, str] | None = None
+
+    def missing(self) -> str:
+        """The distribution to install, or an empty text if it is there."""
+        if self.package is None:
+            return ""
+        module, distribution = self.package
+        try:
+            return "" if importlib.util.find_spec(module) else distribution
+        except ImportError:  # its parent package is not there, or breaks
+            return distribution
 
 
 #: The name of this library among its rivals.
@@ -270,7 +285,7 @@ def prepare_fa4(call: Call) -> Attend:
     try:
         from flash_attn.cute import flash_attn_func
     except ImportError as error:
-        raise NotInstalled(f"flash-attn-4 ({error})") from None
+        raise NotInstalled(f"flash-attn-4: {error}") from None
     _one_batch_axis(call)
     _no_terms(call)
     if _shift(call) not in (None, call.k.shape[-3] - call.q.shape[-3]):
@@ -291,7 +306,7 @@ def prepare_cudnn_frontend(call: Call) -> Attend:
     try:
         from biasflash.cli.cudnn_graphs import Graphs
     except ImportError as error:
-        raise NotInstalled(f"nvidia-cudnn-frontend ({error})") from None
+        raise NotInstalled(f"nvidia-cudnn-frontend: {error}") from None
     _one_batch_axis(call)
     _only_top_left(call)
     return Graphs(call, _scale(call)).attend
@@ -302,8 +317,20 @@ for _provider in (
     Provider(name="sdpa-cudnn", prepare=prepare_sdpa_cudnn, needs_cuda=True, summary="torch SDPA, cuDNN"),
     Provider(name="sdpa-flash", prepare=prepare_sdpa_flash, needs_cuda=False, summary="torch SDPA, FlashAttention"),
     Provider(name="sdpa-efficient", prepare=prepare_sdpa_efficient, needs_cuda=True, summary="torch SDPA, CUTLASS"),
-    Provider(name="cudnn-fe", prepare=prepare_cudnn_frontend, needs_cuda=True, summary="nvidia-cudnn-frontend"),
-    Provider(name="fa4", prepare=prepare_fa4, needs_cuda=True, summary="flash-attn-4"),
+    Provider(
+        name="cudnn-fe",
+        prepare=prepare_cudnn_frontend,
+        needs_cuda=True,
+        summary="cuDNN graphs",
+        package=("cudnn", "nvidia-cudnn-frontend"),
+    ),
+    Provider(
+        name="fa4",
+        prepare=prepare_fa4,
+        needs_cuda=True,
+        summary="FlashAttention 4",
+        package=("flash_attn.cute", "flash-attn-4"),
+    ),
     Provider(name="eager", prepare=prepare_eager, needs_cuda=False, summary="the formula in plain PyTorch"),
     Provider(name="sdpa-math", prepare=prepare_sdpa_math, needs_cuda=False, summary="torch SDPA, formula"),
     Provider(name="flex", prepare=prepare_flex, needs_cuda=True, summary="compiled FlexAttention, score rule"),

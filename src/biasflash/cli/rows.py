@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,17 +65,21 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a row is measured on and against: the inputs, their reference, and per mode FLOPs and floor (ms).
+    """What a row is measured on and against: the inputs, their reference, per mode FLOPs and floor (ms).
 
     ``is_small``: float64 truth is affordable, so this library's own results are also held to the conformance budget.
     """
 
     case: str
     call: Call
-    truth: gate.Truth
     flops: dict[str, float]
     floor_ms: dict[str, float]
     is_small: bool = False
+
+    @functools.cached_property
+    def truth(self) -> gate.Truth:
+        """The reference, made once and only if some provider gave results."""
+        return gate.reference(self.call)
 
 
 @dataclass(kw_only=True)
