@@ -1,0 +1,1 @@
+"""The command line: ``biasflash check | bench | demo | explain``."""

@@ -1,0 +1,254 @@
+"""``biasflash check``: the named cases on this machine's backends against float64, and the wrong calls; a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from biasflash.backends import ORDER
+from biasflash.cli.machine import facts, pick_device
+from biasflash.problem import short
+from biasflash.testing.cases import CASES, DTYPES, Case, select
+from biasflash.testing.conformance import Result, objections, run_case
+from biasflash.testing.refusals import REFUSALS, RefusalError, provoke
+
+CHECKED_DTYPES = ("fp16", "bf16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One backend, case and dtype to run."""
+
+    backend: str
+    case: str
+    dtype: str
+    device: str
+    seed: int
+
+    def run(self) -> Result:
+        return run_case(self.backend, CASES[self.case], self.device, self.dtype, self.seed)
+
+    def skip(self, why: str) -> Result:
+        dtype = short(DTYPES[self.dtype])
+        return Result(
+            backend=self.backend, case=self.case, dtype=dtype, device=self.device, status="skipped", message=why
+        )
+
+
+def _jobs(backends: Sequence[str], cases: Sequence[Case], dtypes: Sequence[str], device: str, seed: int) -> list[_Job]:
+    return [
+        _Job(backend=name, case=case.name, dtype=dtype, device=device, seed=seed)
+        for name in backends
+        for case in cases
+        for dtype in dtypes
+        if dtype in case.dtypes
+    ]
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _work(jobs: Sequence[_Job], processes: int) -> Iterator[Result]:
+    """Results as they come: small cases in ``processes`` processes, those that fill a GPU one by one afterwards."""
+    heavy = [job for job in jobs if CASES[job.case].tags & {"big", "workload"}]
+    light = [job for job in jobs if job not in heavy]
+    if processes > 1 and len(light) > 1:
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+            for future in as_completed([pool.submit(job.run) for job in light]):
+                yield future.result()
+        light = []
+    for job in [*light, *heavy]:
+        yield job.run()
+
+
+def _refusals() -> list[dict[str, str]]:
+    """Every wrong call with its message, or with what is wrong with the refusal."""
+    found = []
+    for refusal in REFUSALS.values():
+        try:
+            found.append({"call": refusal.name, "status": "passed", "message": provoke(refusal)})
+        except RefusalError as error:
+            found.append({"call": refusal.name, "status": "failed", "message": str(error)})
+    return found
+
+
+def _choose_backends(asked: str | None, device: str) -> tuple[list[str], dict[str, str]]:
+    """Backends to run, and those that are passed over with their reasons."""
+    names = list(ORDER) if asked is None else [name.strip() for name in asked.split(",")]
+    for name in names:
+        if name not in ORDER:
+            raise typer.BadParameter(f"backend {name!r} is unknown; accepted: {', '.join(ORDER)}")
+    reasons = {name: "; ".join(objections(name, device)) for name in names}
+    return [n for n in names if not reasons[n]], {n: why for n, why in reasons.items() if why}
+
+
+def _choose_cases(asked: str | None, device: str) -> list[Case]:
+    try:
+        return select(asked if asked is not None else "smoke,check" if device.startswith("cuda") else "smoke")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _choose_dtypes(asked: str) -> list[str]:
+    found = [name.strip() for name in asked.split(",")]
+    unknown = [name for name in found if name not in CHECKED_DTYPES]
+    if unknown:
+        raise typer.BadParameter(f"dtype {unknown[0]!r} is unknown; accepted: {', '.join(CHECKED_DTYPES)}")
+    return found
+
+
+def _summary(results: Sequence[Result], refusals: Sequence[dict[str, str]]) -> Table:
+    """One row for each backend and dtype."""
+    table = Table(title="against float64: error at most 2 x plain PyTorch's + rounding; every call twice, bit by bit")
+    for column in ("backend", "dtype", "passed", "failed", "skipped", "closest to its budget"):
+        table.add_column(column, justify="right" if column in ("passed", "failed", "skipped") else "left")
+    for backend, dtype in dict.fromkeys((r.backend, r.dtype) for r in results):
+        rows = [r for r in results if (r.backend, r.dtype) == (backend, dtype)]
+        counts = [sum(r.status == status for r in rows) for status in ("passed", "failed", "skipped")]
+        figures = [(f.used, f.tensor, r.case) for r in rows for f in r.figures]
+        used, tensor, case = max(figures, default=(0.0, "-", "-"))
+        style = "red" if counts[1] else None
+        table.add_row(backend, dtype, *map(str, counts), f"{used:.0%} {tensor} of {case}", style=style)
+    good = sum(r["status"] == "passed" for r in refusals)
+    table.add_row("wrong calls", "", str(good), str(len(refusals) - good), "0", "", style=None if good else "red")
+    return table
+
+
+def _report(
+    device: str,
+    results: Sequence[Result],
+    refusals: Sequence[dict[str, str]],
+    passed_over: dict[str, str],
+    seconds: float,
+) -> dict[str, Any]:
+    """What ``--json`` writes."""
+    statuses = [r.status for r in results] + [r["status"] for r in refusals]
+    return {
+        "machine": facts(device),
+        "counts": {
+            "checked": sum(status != "skipped" for status in statuses),
+            "passed": statuses.count("passed"),
+            "failed": statuses.count("failed"),
+            "skipped": statuses.count("skipped"),
+        },
+        "backends_passed_over": passed_over,
+        "seconds": round(seconds, 1),
+        "results": [
+            {
+                "backend": r.backend,
+                "case": r.case,
+                "dtype": r.dtype,
+                "status": r.status,
+                "message": r.message,
+                "seconds": round(r.seconds, 3),
+                "figures": [f.record() for f in r.figures],
+            }
+            for r in results
+        ],
+        "refusals": list(refusals),
+    }
+
+
+def _run(console: Console, jobs: Sequence[_Job], processes: int) -> list[Result]:
+    """All jobs behind a progress bar, in the order of ``jobs``."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("checking", total=len(jobs))
+        for result in _work(jobs, processes):
+            results.append(result)
+            progress.update(task, advance=1, description=f"{result.backend} {result.dtype} {result.case}")
+            if result.status == "failed":
+                about = f"{result.backend} {result.case} {result.dtype}"
+                console.print(f"[bold red]failed[/] {escape(about)}: {escape(result.message)}")
+    order = {(job.backend, job.case): i for i, job in enumerate(jobs)}
+    return sorted(results, key=lambda r: order[r.backend, r.case])
+
+
+def check(
+    backend: Annotated[
+        str | None, typer.Option(help="Comma-separated: " + ", ".join(ORDER) + ". Default: all that run on the device.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda if there is one.")] = None,
+    cases: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated names, globs or tags (smoke, check, workload, big, all). "
+            "Default: smoke,check on a GPU, smoke on a CPU."
+        ),
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="Comma-separated, of q, k and v.")] = ",".join(CHECKED_DTYPES),
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure and the machine's facts here.")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes, so that kernels compile side by side. Default: up to 12 on a GPU, 1 on a CPU."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random values.")] = 0,
+) -> None:
+    """Check this machine: every named case on every backend that runs here, against float64 mathematics.
+
+    Values and gradients must be within a measured budget (twice the error of plain PyTorch in the same dtype, plus
+    rounding), two runs of one call must agree bit by bit where the backend promises it, and wrong calls must be refused
+    with the right message. Exit code 1 if anything fails, if nothing could be checked, or if a
+    backend that was named does not run here; the report says what was skipped
+    and which hardware it would need.
+    """
+    console = Console()
+    started = time.perf_counter()
+    place = str(pick_device(device))
+    chosen, wanted = _choose_cases(cases, place), _choose_dtypes(dtypes)
+    names, passed_over = _choose_backends(backend, place)
+    todo = _jobs(names, chosen, wanted, place, seed)
+    processes = jobs or (min(12, os.cpu_count() or 1) if place.startswith("cuda") else 1)
+    refusals = _refusals()
+    results = _run(console, todo, processes)
+    for name, why in passed_over.items():
+        results += [job.skip(why) for job in _jobs([name], chosen, wanted, place, seed)]
+    report = _report(place, results, refusals, passed_over, time.perf_counter() - started)
+    _print(console, report, results, refusals)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
+        console.print(f"report: {escape(str(json_path))}")
+    ran = any(r.status != "skipped" for r in results)
+    if report["counts"]["failed"] or not ran or (backend is not None and passed_over):
+        raise typer.Exit(1)
+
+
+def _print(
+    console: Console, report: dict[str, Any], results: Sequence[Result], refusals: Sequence[dict[str, str]]
+) -> None:
+    """The verdict for people."""
+    machine, counts = report["machine"], report["counts"]
+    console.print(_summary(results, refusals))
+    for refusal in refusals:
+        if refusal["status"] == "failed":
+            console.print(f"[bold red]failed[/] wrong call {escape(refusal['call'])}: {escape(refusal['message'])}")
+    for reason in dict.fromkeys(f"backend {r.backend}: {r.message}" for r in results if r.status == "skipped"):
+        console.print(f"[yellow]skipped[/] {escape(reason)}")
+    software = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "driver", "cuda", "python"))
+    console.print(escape(f"biasflash {machine['biasflash']} on {machine['device']}, {software}"))
+    if all(r.status == "skipped" for r in results):
+        console.print("[bold red]nothing was checked[/]: no backend that was asked for runs here")
+    console.print(
+        f"{counts['checked']} checked, {counts['passed']} passed, {counts['failed']} failed, "
+        f"{counts['skipped']} skipped, {report['seconds']} s"
+    )
