@@ -164,6 +164,14 @@ def _report(
     }
 
 
+def _processes(device: str) -> int:
+    """One on a CPU; on a GPU as many as have cores to compile on and 8 GiB for a context and a slice of truth."""
+    if not device.startswith("cuda"):
+        return 1
+    memory = torch.cuda.get_device_properties(torch.device(device)).total_memory
+    return max(1, min(12, os.cpu_count() or 1, int(memory // 2**33)))
+
+
 def _run(console: Console, jobs: Sequence[_Job], processes: int) -> list[Result]:
     """All jobs behind a progress bar, in the order of ``jobs``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -218,7 +226,7 @@ def check(
     chosen, wanted = _choose_cases(cases, place), _choose_dtypes(dtypes)
     names, passed_over = _choose_backends(backend, place)
     todo = _jobs(names, chosen, wanted, place, seed)
-    processes = jobs or (min(12, os.cpu_count() or 1) if place.startswith("cuda") else 1)
+    processes = jobs or _processes(place)
     refusals = _refusals()
     results = _run(console, todo, processes)
     for name, why in passed_over.items():
