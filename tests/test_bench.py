@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from biasflash.cli import bench, charts, gate, providers, rows, tables, timing
+from biasflash.cli import bench, charts, gate, providers, rows, runs, tables, timing
 from biasflash.cli.providers import OURS, PROVIDERS, NotInstalled, Provider, Refused
 from biasflash.cli.rows import Cell, Row
 from biasflash.testing.case import Bias, Call, Case, Ceilings, Mask, floor_ms
@@ -42,7 +43,7 @@ CASES = [
     tiny("packed", N=12, layout="qkv", scale=0.3, biases=(Bias(shape="MN"),)),
     tiny("frozen", trained="v", biases=(Bias(shape="1HMN"),)),
 ]
-SETTINGS = bench.Settings(
+SETTINGS = runs.Settings(
     device="cpu",
     modes=rows.MODES,
     ceilings=Ceilings(products=1e11, bytes=1e10, exps=1e9),
@@ -78,7 +79,7 @@ def wrong_gradient(call: Call) -> providers.Attend:
 
 
 def one_row(provider: Provider, case: Case = BIASED, **more: object) -> Row:
-    (row,) = bench.run_case(case, [provider], dataclasses.replace(SETTINGS, **more))  # type: ignore[arg-type]
+    (row,) = runs.run_case(case, [provider], dataclasses.replace(SETTINGS, **more))  # type: ignore[arg-type]
     return row
 
 
@@ -189,7 +190,7 @@ def test_this_library_is_also_held_to_the_conformance_budget() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_provider_is_right_or_says_why_not(case: Case) -> None:
-    found = {row.provider: row for row in bench.run_case(case, list(PROVIDERS.values()), SETTINGS)}
+    found = {row.provider: row for row in runs.run_case(case, list(PROVIDERS.values()), SETTINGS)}
     assert list(found) == list(PROVIDERS)
     poisoned = case.poison  # the formula multiplies NaN by zero there: the gate has to see it
     for name, row in found.items():
@@ -277,7 +278,7 @@ def test_a_provider_without_a_backward_pass_keeps_its_forward_speed() -> None:
 @pytest.mark.parametrize("module", ["no_such_module", "no_such_module.inner", "json.no_such_module"])
 def test_packages_that_are_not_there_say_so_without_being_run(module: str) -> None:
     absent = dataclasses.replace(fake("absent", crashing), package=(module, "some-package"))
-    (row,) = bench.run([BIASED], [absent], SETTINGS, isolate=False)
+    (row,) = runs.run([BIASED], [absent], SETTINGS, isolate=False)
     assert row.cells == {mode: Cell(status=rows.NOT_INSTALLED, reason="some-package") for mode in rows.MODES}
     assert dataclasses.replace(absent, package=("json.decoder", "json")).missing() == ""
 
@@ -301,7 +302,7 @@ def test_the_reference_is_made_once_for_all_providers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gate, "reference", lambda call: made.append(call.case.name) or real(call))
     cpu = [p for p in PROVIDERS.values() if not p.needs_cuda]
     assert len(cpu) >= 3
-    assert len(list(bench.run([BIASED], cpu, SETTINGS, isolate=False))) == len(cpu)
+    assert len(list(runs.run([BIASED], cpu, SETTINGS, isolate=False))) == len(cpu)
     assert made == ["biased"]
 
 
@@ -313,11 +314,66 @@ def crashing(call: Call) -> providers.Attend:
 
 def test_a_crash_spoils_only_its_own_row() -> None:
     cases = [BIASED, tiny("after")]
-    found = list(bench.isolated(fake("crashing", crashing), cases, SETTINGS))
+    found = list(runs.isolated(fake("crashing", crashing), cases, SETTINGS))
     assert [row.case for row in found] == ["biased", "after"]
     assert {cell.status for cell in found[0].cells.values()} == {rows.ERROR}
     assert "exit code 7" in found[0].cells["fwd"].reason
     assert {cell.status for cell in found[1].cells.values()} == {rows.OK}
+
+
+def hanging(call: Call) -> providers.Attend:
+    time.sleep(60.0)
+    return lambda: attend(call)
+
+
+def test_a_hang_is_ended() -> None:
+    (row,) = runs.isolated(fake("hanging", hanging), [BIASED], dataclasses.replace(SETTINGS, silence_s=0.5))
+    assert {(cell.status, cell.reason) for cell in row.cells.values()} == {(rows.ERROR, "gave no answer within 1 s")}
+
+
+class _Mailbox(list[object]):
+    """The worker's end of a pipe, read in this process."""
+
+    send = list.append
+
+
+def test_a_worker_that_lost_its_device_sends_its_row_and_asks_for_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    box = _Mailbox()
+    monkeypatch.setattr(rows.timing, "first_call_seconds", lambda work, device: (work(), 0.1))
+    monkeypatch.setattr(bench.timing, "synchronise", lost)
+    runs._worker(box, PROVIDERS["eager"], [BIASED, tiny("after")], SETTINGS)  # type: ignore[arg-type]
+    first, last = box
+    assert isinstance(first, Row)
+    assert first.case == "biased"
+    assert last is None
+
+
+def test_processes_that_keep_ending_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(
+        runs, "_rows_of_one_process", lambda provider, cases, settings: started.append(cases) or iter(())
+    )
+    found = list(runs.isolated(PROVIDERS["eager"], [BIASED], SETTINGS))
+    assert len(started) == runs.MAX_PROCESSES
+    assert [cell.status for cell in found[0].cells.values()] == [rows.ERROR] * 2
+
+
+def test_the_reason_of_a_passed_over_backend_is_its_own() -> None:
+    texts = [
+        "Memory efficient kernel not used because: (Triggered internally at sdp_utils.cpp:1.)",
+        "Memory Efficient attention has been runtime disabled. (Triggered internally at sdp_utils.h:2.)",
+        "Flash attention kernel not used because: (Triggered internally at sdp_utils.cpp:3.)",
+        "Flash Attention does not support non-null attn_mask. (Triggered internally at sdp_utils.h:4.)",
+    ]
+    caught = [warnings.WarningMessage(UserWarning(text), UserWarning, "torch", 1) for text in texts]
+    error = RuntimeError("No available kernel. Aborting execution.")
+    assert providers._sdpa_reason(caught, error) == "Flash Attention does not support non-null attn_mask."
+    assert providers._sdpa_reason([], error) == "No available kernel. Aborting execution."
 
 
 # ---------------------------------------------------------------------------------------------------------- the clocks

@@ -8,11 +8,8 @@ import fnmatch
 import importlib.util
 import json
 import math
-import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,136 +23,15 @@ from biasflash import __version__
 from biasflash.cli import charts, gate, rows, tables, timing
 from biasflash.cli.machine import facts
 from biasflash.cli.providers import OURS, PROVIDERS, Provider
-from biasflash.cli.rows import MODES, Cell, Row, Target
-from biasflash.testing.case import DTYPES, Case, Ceilings, floor_ms
+from biasflash.cli.rows import MODES, Cell, Row
+from biasflash.cli.runs import Settings, run
+from biasflash.testing.case import DTYPES, Case
 from biasflash.testing.cases import select
 
 SCHEMA = "biasflash-bench/1"
-#: A provider's process that gives no row for so long is ended. (A cold compile of the slowest rival takes under 60 s.)
-SILENCE_S = 150.0
-#: A provider whose process ended this often gets no further one.
-MAX_DEATHS = 4
-#: Up to so many scores this library's results are also judged by the budget of ``biasflash check`` (in float64).
-SMALL_SCORES = {"cuda": 1e8, "cpu": 5e6}
 MODE_CHOICES: dict[str, tuple[str, ...]] = {"fwd": ("fwd",), "fwdbwd": ("fwdbwd",), "both": MODES}
 #: What is timed when nothing is named: the workloads on a GPU, else cases that a CPU gets through in a minute.
 DEFAULT_CASES = {"cuda": "workload", "cpu": "vit,t5,t5-causal,pair-full,frozen-bias,object-queries,latent"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every row of a run shares. ``deadline`` is wall-clock time; rows after it are given up."""
-
-    device: str
-    modes: tuple[str, ...]
-    ceilings: Ceilings
-    deadline: float
-    budget_ms: float = timing.REPETITION_MS
-    silence_s: float = SILENCE_S
-
-
-# ------------------------------------------------------------------------------------------------------------ running
-
-
-def make_target(case: Case, settings: Settings) -> Target:
-    """Random inputs of a case, and the figures its times are read against."""
-    call = dataclasses.replace(case.build(settings.device), dlse=None)  # no rival takes a gradient into lse
-    return Target(
-        case=case.name,
-        call=call,
-        flops={mode: case.flops(mode == "fwdbwd") for mode in settings.modes},
-        floor_ms={mode: floor_ms(case, mode == "fwdbwd", settings.ceilings) for mode in settings.modes},
-        is_small=case.scores <= SMALL_SCORES[torch.device(settings.device).type],
-    )
-
-
-def run_case(case: Case, providers: Sequence[Provider], settings: Settings) -> Iterator[Row]:
-    """All providers on one case in this process; the inputs and the reference are made once."""
-
-    def blank(provider: Provider, status: str, reason: str) -> Row:
-        return rows.blank(case.name, provider.name, settings.modes, status, reason)
-
-    target: Target | None = None
-    failure = ""
-    for provider in providers:
-        if provider.needs_cuda and not settings.device.startswith("cuda"):
-            yield blank(provider, rows.NEEDS_CUDA, "")
-            continue
-        if time.time() > settings.deadline:
-            yield blank(provider, rows.NO_TIME, "the time budget was used up")
-            continue
-        if target is None and not failure:
-            try:
-                target = make_target(case, settings)
-            except torch.OutOfMemoryError:
-                failure = "no memory for the inputs"
-        yield (
-            rows.run_row(provider, target, settings.modes, settings.budget_ms)
-            if target
-            else blank(provider, rows.ERROR, failure)
-        )
-        if settings.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-
-
-def _worker(pipe: Connection, provider: Provider, cases: Sequence[Case], settings: Settings) -> None:
-    """Body of a provider's process: one message per row; ends by itself when its CUDA context is lost."""
-    for case in cases:
-        for row in run_case(case, [provider], settings):
-            pipe.send(row)
-        if settings.device.startswith("cuda"):
-            torch.cuda.synchronize()
-
-
-def isolated(provider: Provider, cases: Sequence[Case], settings: Settings) -> Iterator[Row]:
-    """One provider on all cases in a process of its own; a new one for the cases that follow a crash or a hang."""
-    context = multiprocessing.get_context("spawn")
-    left, deaths = list(cases), 0
-    while left:
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_worker, args=(send, provider, list(left), settings), daemon=True)
-        process.start()
-        send.close()
-        complaint = ""
-        while left and not complaint:
-            patience = max(1.0, min(settings.silence_s, settings.deadline + 30.0 - time.time()))
-            try:
-                if receive.poll(patience):
-                    yield receive.recv()
-                    left.pop(0)
-                else:
-                    complaint = f"gave no answer within {patience:.0f} s"
-            except EOFError:
-                process.join(10.0)
-                complaint = f"its process ended with exit code {process.exitcode}"
-        if complaint:
-            process.kill()
-            deaths += 1
-            yield rows.blank(left.pop(0).name, provider.name, settings.modes, rows.ERROR, complaint)
-        process.join(30.0)
-        receive.close()
-        if deaths >= MAX_DEATHS:
-            for case in left:
-                reason = f"not run: {deaths} processes of this provider had ended"
-                yield rows.blank(case.name, provider.name, settings.modes, rows.ERROR, reason)
-            return
-
-
-def run(cases: Sequence[Case], providers: Sequence[Provider], settings: Settings, *, isolate: bool) -> Iterator[Row]:
-    """Every row of a run: provider by provider in processes of their own, or else case by case in this one."""
-    present = []
-    for provider in providers:
-        missing = provider.missing()
-        if not missing:
-            present.append(provider)
-        for case in cases if missing else ():
-            yield rows.blank(case.name, provider.name, settings.modes, rows.NOT_INSTALLED, missing)
-    if isolate:
-        for provider in present:
-            yield from isolated(provider, cases, settings)
-    else:
-        for case in cases:
-            yield from run_case(case, present, settings)
 
 
 # -------------------------------------------------------------------------------------------------------------- report
