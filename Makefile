@@ -43,9 +43,9 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-#: make docs-tables  prints the support table that README.md must hold
+#: make docs-tables  rewrites the tables of README.md and docs/ from the code
 docs-tables: $(VENV)/demo.stamp
-	$(BIN)/python -m biasflash.cli.support
+	$(BIN)/python -m biasflash.cli.support README.md docs/*.md
 
 #: make clean        removes .venv and caches
 clean:
@@ -56,9 +56,10 @@ $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/torch.stamp: $(VENV)/pyvenv.cfg
-	$(if $(TORCH),$(PIP) install "$(TORCH)")
+	$(if $(TORCH),@echo "installing $(TORCH)" && $(PIP) install "$(TORCH)")
 	@touch $@
 
 $(VENV)/%.stamp: pyproject.toml $(VENV)/torch.stamp
-	$(PIP) install --editable ".[$*$(GPU)]"
+	@echo "installing biasflash[$*$(GPU)]: some minutes the first time"
+	@$(PIP) install --editable ".[$*$(GPU)]"
 	@touch $@
