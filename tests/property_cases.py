@@ -53,6 +53,7 @@ class Call:
     scale: float | None
     trainable: tuple[bool, bool, bool]
     lse_gradient: bool
+    hidden_nan: bool
     seed: int
 
 
@@ -123,13 +124,14 @@ def calls(
         scale=draw(st.sampled_from((None, None, 0.0, -0.3, 1.5))),
         trainable=draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
         lse_gradient=draw(st.booleans()),
+        hidden_nan=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
 
 
-def _junk(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _junk(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """What lies around a view: NaN, or True in a mask. Whoever reads past the view gets it."""
-    return torch.ones(shape, dtype=dtype) if dtype == torch.bool else torch.full(shape, math.nan, dtype=dtype)
+    return like.new_full(shape, True if like.dtype == torch.bool else math.nan)
 
 
 def lay_out(t: Tensor, layout: str) -> Tensor:
@@ -139,11 +141,11 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
     if layout == "heads_first":
         return t.transpose(-3, -2).contiguous().transpose(-3, -2) if t.dim() >= 3 else t
     if layout == "sliced" and t.dim() >= 1:
-        around = _junk((*[n + 1 for n in t.shape[:-1]], 2 * t.shape[-1] + 1), t.dtype)
+        around = _junk((*[n + 1 for n in t.shape[:-1]], 2 * t.shape[-1] + 1), t)
         view = around[(*[slice(1, None)] * (t.dim() - 1), slice(1, None, 2))]
         return view.copy_(t)
     if layout == "offset":
-        flat = _junk((t.numel() + 2,), t.dtype)
+        flat = _junk((t.numel() + 2,), t)
         return flat[1 : 1 + t.numel()].view(t.shape).copy_(t)
     if layout == "expanded":
         axis = next((a for a in range(t.dim()) if t.shape[a] > 1), None)
@@ -151,31 +153,46 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
     return t
 
 
+def _hidden_keys(call: Call, masks: list[Tensor]) -> Tensor:
+    """``*B N Hkv 1``: keys that masks without a query axis hide from every head that would read them."""
+    hidden = torch.zeros((*call.batch, call.Hkv * call.group, call.N), dtype=torch.bool)
+    for mask in masks:
+        if mask.dim() < 2 or mask.shape[-2] == 1:
+            hidden |= ~mask.expand(*call.batch, call.Hkv * call.group, 1, call.N).squeeze(-2)
+    return hidden.unflatten(-2, (call.Hkv, call.group)).all(-2).transpose(-2, -1).unsqueeze(-1)
+
+
 def build(call: Call, device: str = "cpu") -> Inputs:
     """The tensors of a call; the same call gives the same numbers."""
     g = torch.Generator().manual_seed(call.seed)
     heads = call.Hkv * call.group
 
-    def normal(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
-        return lay_out(torch.randn(shape, generator=g).to(dtype), layout).to(device)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(call.dtype)
 
-    q = normal((*call.batch, call.M, heads, call.D), call.dtype, call.layouts[0])
-    k = normal((*call.batch, call.N, call.Hkv, call.D), call.dtype, call.layouts[1])
-    v = normal((*call.batch, call.N, call.Hkv, call.Dv), call.dtype, call.layouts[2])
-    for t, wanted in zip((q, k, v), call.trainable, strict=True):
-        t.requires_grad_(wanted)
+    q = normal(*call.batch, call.M, heads, call.D)
+    k, v = (normal(*call.batch, call.N, call.Hkv, width) for width in (call.D, call.Dv))
     biases, masks = [], []
     score = (*call.batch, heads, call.M, call.N)
     for term in call.terms:
         shape = tuple(n if full else 1 for n, full in zip(score, term.full, strict=True))[term.left_out :]
         if term.kind == "keep":
-            masks.append(lay_out(torch.rand(shape, generator=g) < 0.7, term.layout).to(device))
+            masks.append(lay_out((torch.rand(shape, generator=g) < 0.7).to(device), term.layout))
             continue
         values = 2 * torch.randn(shape, generator=g)
         if term.minus_inf:
             values = values.masked_fill(torch.rand(shape, generator=g) < 0.2, -math.inf)
-        biases.append(lay_out(values.to(term.dtype), term.layout).to(device).requires_grad_(term.trainable))
-    dout = normal((*call.batch, call.M, heads, call.Dv), call.dtype, call.layouts[3])
+        biases.append(lay_out(values.to(term.dtype).to(device), term.layout).requires_grad_(term.trainable))
+    if call.hidden_nan:
+        hidden = _hidden_keys(call, [m.cpu() for m in masks])
+        k, v = (
+            t if layout == "expanded" else t.masked_fill(hidden, math.nan)
+            for t, layout in zip((k, v), call.layouts[1:3], strict=True)
+        )
+    dout = normal(*call.batch, call.M, heads, call.Dv)
+    q, k, v, dout = (lay_out(t.to(device), layout) for t, layout in zip((q, k, v, dout), call.layouts, strict=True))
+    for t, wanted in zip((q, k, v), call.trainable, strict=True):
+        t.requires_grad_(wanted)
     rows = torch.float64 if call.dtype == torch.float64 else torch.float32
     dlse = torch.randn((*call.batch, heads, call.M), generator=g).to(rows).to(device) if call.lse_gradient else None
     return Inputs(q=q, k=k, v=v, biases=biases, masks=masks, dout=dout, dlse=dlse)
@@ -225,15 +242,18 @@ def by_reference(inputs: Inputs, causal: bool | str, scale: float | None) -> tup
 
 
 def converted(inputs: Inputs, dtype: torch.dtype, *, biases: bool = True) -> Inputs:
-    """A copy whose leaves are new leaves in another dtype."""
+    """A copy whose leaves are new leaves in another dtype, with 0 for NaN in keys and values that no query may see."""
 
     def turn(t: Tensor, change: bool = True) -> Tensor:
         return t.detach().to(dtype if change else t.dtype).clone().requires_grad_(t.requires_grad)
 
+    def seen(t: Tensor) -> Tensor:
+        return t.detach().to(dtype).masked_fill(t.isnan(), 0.0).requires_grad_(t.requires_grad)
+
     return Inputs(
         q=turn(inputs.q),
-        k=turn(inputs.k),
-        v=turn(inputs.v),
+        k=seen(inputs.k),
+        v=seen(inputs.v),
         biases=[turn(b, biases) for b in inputs.biases],
         masks=inputs.masks,
         dout=inputs.dout.to(dtype),

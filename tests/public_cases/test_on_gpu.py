@@ -10,8 +10,7 @@ from torch import Tensor
 
 import biasflash
 from property_cases import rounding
-from public_cases.case import BF16, F16, Draw, judge, on
-from public_cases.case import Built as _Built
+from public_cases.case import BF16, F16, F32, Built, Draw, incoming, judge, on
 
 GIB = 2**30
 
@@ -46,7 +45,7 @@ def check_rows(
     wanted: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     bound = 24 * rounding(q.dtype)  # a handful of roundings of sums of order one; gross faults are what is sought
     for b, h, i in rows:
-        do = torch.randn(v.shape[-1], device="cuda").to(q.dtype)
+        do = torch.randn(v.shape[-1], device=q.device).to(q.dtype)
         dout[b, i, h] = do
         keys, values, query = k[b, :, h].detach().double(), v[b, :, h].detach().double(), q[b, i, h].detach().double()
         s = keys @ query * q.shape[-1] ** -0.5
@@ -69,6 +68,17 @@ def check_rows(
     for (which, at), value in wanted.items():
         got = grads[which][tuple(slice(None) if x == -1 else x for x in at)].double()
         torch.testing.assert_close(got, value, atol=bound * float(value.abs().max()), rtol=bound)
+
+
+def test_the_row_check_itself_on_small_tensors_of_the_cpu() -> None:
+    """It accepts what is right and sees a wrong row; the GPU tests below rest on it."""
+    draw = Draw("cpu", 16)
+    leaves = [draw(2, n, 3, 8, dtype=F32) for n in (5, 7, 7)] + [draw(1, 3, 5, 7)]
+    rows = [(0, 0, 0), (1, 2, 4), (0, 2, 4), (1, 1, 0)]
+    check_rows(leaves, lambda *t: biasflash.attention(*t, causal=True), rows, causal=True)
+    shifted = lambda q, k, v, b: biasflash.attention(q, k, v, b.roll(1, -2), causal=True)  # noqa: E731
+    with pytest.raises(AssertionError):
+        check_rows([t.detach() for t in leaves], shifted, rows, causal=True)
 
 
 @needs(48)
@@ -115,10 +125,8 @@ def test_row_strides_that_pass_two_to_the_31() -> None:
 def test_cuda_graph_capture_and_replay() -> None:
     """thu-ml/SageAttention#371, triton-lang/triton#10596: replays returned the numbers of the capture."""
     draw = Draw("cuda", 15)
-    built = _Built(leaves=draw.qkv(2, 65, 65, 2, 32, dtype=F16) | {"bias": draw(1, 2, 65, 65, dtype=F16)})
+    built = Built(leaves=draw.qkv(2, 65, 65, 2, 32, dtype=F16) | {"bias": draw(1, 2, 65, 65, dtype=F16)})
     leaves = built.fresh()
-    from public_cases.case import incoming
-
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
