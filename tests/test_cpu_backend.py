@@ -285,6 +285,15 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def test_shared_gradients_are_added_in_float32_and_rounded_once(block_size: int) -> None:
+    """A bfloat16 bias shared by 64 batch items: one rounding from truth, where plain torch is dozens away."""
+    x = make(Case(name="shared", batch=(64,), M=5, N=11, biases=((1, 4, 5, 11), (1, 1))), BF16)
+    got, true, sizes = ours(x), plain(x, F64), magnitudes(x)
+    for name in ("bias[0]", "bias[1]"):
+        rounding = 0.5 * torch.finfo(BF16).eps * true[name].abs() + 4 * torch.finfo(F32).eps * sizes[name]
+        assert bool(((got[name].double() - true[name]).abs() <= rounding).all()), name
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides(layout: str, block_size: int) -> None:
     x = make(Case(name="strides", Hq=4, Hkv=2, biases=((2, 4, 13, 13), (1, 4, 1, 13)), masks=((2, 1, 13, 13),)), F32)
@@ -604,6 +613,15 @@ def test_nan_hidden_from_one_head_of_a_group_stays_with_the_others(block_size: i
     assert torch.equal(got["out"][:, :, [0, 2, 3]], clean[:, :, [0, 2, 3]])
     assert bool(got["out"][:, :, 1].isnan().all())
     assert not bool(got["q"][:, :, [0, 2, 3]].isnan().any())
+
+
+def test_keys_that_causal_hides_from_every_query_are_not_read(block_size: int) -> None:
+    x = make(Case(name="beyond", M=6, N=17, causal="top-left", biases=((4, 6, 17),)), F32)
+    clean = ours(x)
+    with torch.no_grad():
+        x.k[:, 6:], x.v[:, 6:] = math.nan, math.nan
+    got = ours(x)
+    assert all(torch.equal(got[name], clean[name]) for name in clean)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias[0]", "dout"])
