@@ -8,7 +8,7 @@ strides, 1 for unit key stride, else the elements of 16 bytes by which every oth
 import triton
 import triton.language as tl
 
-from biasflash.tile.memory import head_offset, plain, step_of, wide
+from biasflash.tile.memory import head_offset, plain, step_of, wide_if
 
 
 @triton.jit
@@ -21,20 +21,34 @@ def term_bases(ptrs, strides, b, h, sizes, TERMS: tl.constexpr):
 
 
 @triton.jit
-def term_pointers(base, strides, q_start, k_start, q_local, k_local, HAS_M: tl.constexpr, HAS_N: tl.constexpr, VEC: tl.constexpr):
+def term_pointers(
+    base,
+    strides,
+    q_start,
+    k_start,
+    q_local,
+    k_local,
+    HAS_M: tl.constexpr,
+    HAS_N: tl.constexpr,
+    VEC: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Pointers of one tile; an axis along which the term does not vary has size 1 in the result."""
     NB: tl.constexpr = len(strides) - 3
-    pointers = base
-    if HAS_M:
-        row = step_of(strides[NB + 1], VEC)
-        pointers = pointers + wide(q_start) * row + q_local * row
-    if HAS_N:
-        if VEC > 0:
-            pointers = pointers + k_start + k_local
-        else:
-            column = plain(strides[NB + 2])
-            pointers = pointers + wide(k_start) * column + k_local * column
-    return pointers
+    row = step_of(strides[NB + 1], VEC)
+    column = 1
+    if VEC == 0:
+        column = plain(strides[NB + 2])
+    if HAS_M and HAS_N:
+        return (base + wide_if(q_start, WIDE) * row + wide_if(k_start, WIDE) * column) + (
+            q_local * row + k_local * column
+        )
+    elif HAS_M:
+        return (base + wide_if(q_start, WIDE) * row) + q_local * row
+    elif HAS_N:
+        return (base + wide_if(k_start, WIDE) * column) + k_local * column
+    else:
+        return base
 
 
 @triton.jit
@@ -49,10 +63,11 @@ def load_term(
     HAS_M: tl.constexpr,
     HAS_N: tl.constexpr,
     VEC: tl.constexpr,
+    WIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One term's tile. Rows are the caller's to clamp (``q_local``); keys past the end read as 0 where MASKED."""
-    pointers = term_pointers(base, strides, q_start, k_start, q_local, k_local, HAS_M, HAS_N, VEC)
+    """One term's tile. Every row is there to be read; MASKED: keys outside ``k_in`` are not, and read as 0."""
+    pointers = term_pointers(base, strides, q_start, k_start, q_local, k_local, HAS_M, HAS_N, VEC, WIDE)
     if HAS_N and MASKED:
         # adding a zero of q's shape broadcasts the mask to the tile without naming an orientation
         inside = k_in & (q_local >= 0) if HAS_M else k_in
@@ -62,30 +77,41 @@ def load_term(
 
 
 @triton.jit
-def load_terms(bases, strides, q_start, k_start, q_local, k_local, k_in, TERMS: tl.constexpr, MASKED: tl.constexpr):
+def load_terms(
+    bases,
+    strides,
+    q_start,
+    k_start,
+    q_local,
+    k_local,
+    k_in,
+    TERMS: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """The tiles of all terms, in order."""
     tiles = ()
     for i in tl.static_range(len(TERMS)):
-        tiles = tiles + (
-            load_term(
-                bases[i],
-                strides[i],
-                q_start,
-                k_start,
-                q_local,
-                k_local,
-                k_in,
-                TERMS[i][1],
-                TERMS[i][2],
-                TERMS[i][3],
-                MASKED,
-            ),
+        tile = load_term(
+            bases[i],
+            strides[i],
+            q_start,
+            k_start,
+            q_local,
+            k_local,
+            k_in,
+            TERMS[i][1],
+            TERMS[i][2],
+            TERMS[i][3],
+            WIDE,
+            MASKED,
         )
+        tiles = tiles + (tile,)  # noqa: RUF005
     return tiles
 
 
 @triton.jit
-def seen_keys(k_in, bases, strides, k_start, k_local, TERMS: tl.constexpr, MASKED: tl.constexpr):
+def seen_keys(k_in, bases, strides, k_start, k_local, TERMS: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):
     """Which keys any query may see, ``[BLOCK_N]``: inside the sequence and kept by every mask that is the same for all queries.
 
     Rows of k and v outside it are never read, so a NaN stored there cannot leak as 0 x NaN.
@@ -94,15 +120,18 @@ def seen_keys(k_in, bases, strides, k_start, k_local, TERMS: tl.constexpr, MASKE
     for i in tl.static_range(len(TERMS)):
         if TERMS[i][4] and not TERMS[i][1]:
             seen = seen & (
-                load_term(bases[i], strides[i], 0, k_start, 0, k_local, k_in, False, TERMS[i][2], TERMS[i][3], MASKED) != 0
+                load_term(
+                    bases[i], strides[i], 0, k_start, 0, k_local, k_in, False, TERMS[i][2], TERMS[i][3], WIDE, MASKED
+                )
+                != 0
             )
     return seen
 
 
 @triton.jit
 def store_term_grad(
-    base, strides, q_start, k_start, q_local, k_local, inside, tile, VEC: tl.constexpr
+    base, strides, q_start, k_start, q_local, k_local, inside, tile, VEC: tl.constexpr, WIDE: tl.constexpr
 ):
     """Sink of a full tile of a bias gradient; rounds to the gradient's dtype."""
-    pointers = term_pointers(base, strides, q_start, k_start, q_local, k_local, True, True, VEC)
+    pointers = term_pointers(base, strides, q_start, k_start, q_local, k_local, True, True, VEC, WIDE)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)

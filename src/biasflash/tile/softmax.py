@@ -17,7 +17,9 @@ COARSE = tl.constexpr(2.0**-30)
 
 
 @triton.jit
-def running_step(y, m, l, unit, AXIS: tl.constexpr, PAIR: tl.constexpr, MAY_HIDE: tl.constexpr, LOW_RANGE: tl.constexpr):
+def running_step(
+    y, m, l, unit, AXIS: tl.constexpr, PAIR: tl.constexpr, MAY_HIDE: tl.constexpr, LOW_RANGE: tl.constexpr
+):
     """One tile of scores -> (weights, factor for what was accumulated, new maximum, new sum); keys lie along AXIS.
 
     MAY_HIDE: scores may be -inf. LOW_RANGE: scores may be as low as ``finfo(float32).min``.
@@ -52,12 +54,41 @@ def finish(m, l, natural):
 
 
 @triton.jit
-def row_reference(lse, row_in, PAIR: tl.constexpr):
-    """What backward subtracts: lse (base 2 without PAIR); +inf for rows that saw nothing or do not exist, so p = 0 there."""
+def row_reference(lse, PAIR: tl.constexpr):
+    """What backward subtracts from scores: lse, in base 2 without PAIR. Rows that saw nothing get +inf: weights of zero."""
     reference = lse
     if not PAIR:
         reference = lse * LOG2E
-    return tl.where(row_in & (reference != float("-inf")), reference, float("inf"))
+    return tl.where(reference == float("-inf"), float("inf"), reference)
+
+
+@triton.jit
+def store_row_statistics(reference_ptr, delta_ptr, reference, delta, q_pos, q_own, M, TAIL: tl.constexpr):
+    """Write ``reference`` and ``delta`` of rows ``q_pos`` for the kernels that stream over queries in tiles of TAIL rows.
+
+    A head has ``M + TAIL`` entries. The last TAIL rows are written a second time at its end, with a reference of +inf
+    for rows that belong to the tile before: a streaming kernel reads its last tile there (``load_row_statistics``), and
+    rows that it has met already weigh nothing. No loop then compares positions.
+    """
+    tl.store(reference_ptr + q_pos, reference, mask=q_own)
+    tl.store(delta_ptr + q_pos, delta, mask=q_own)
+    in_tail = q_own & (q_pos >= M - TAIL)
+    again = tl.where(q_pos < M // TAIL * TAIL, float("inf"), reference)
+    tl.store(reference_ptr + q_pos + TAIL, again, mask=in_tail)
+    tl.store(delta_ptr + q_pos + TAIL, delta, mask=in_tail)
+
+
+@triton.jit
+def load_row_statistics(
+    reference_ptr, delta_ptr, q_start, q_rows, q_own, M, BLOCK_M: tl.constexpr, SHORT_M: tl.constexpr
+):
+    """``(reference, delta)`` of the query tile at ``q_start``; BLOCK_M is the TAIL they were written with."""
+    if SHORT_M:
+        reference = tl.where(q_own, tl.load(reference_ptr + q_rows), float("inf"))
+        return reference, tl.load(delta_ptr + q_rows)
+    else:
+        at = tl.where(q_start + BLOCK_M > M, M, q_start) + q_rows
+        return tl.load(reference_ptr + at), tl.load(delta_ptr + at)
 
 
 @triton.jit

@@ -33,7 +33,9 @@ def objections(problem: Problem) -> tuple[str, ...]:
     if importlib.util.find_spec("triton") is None:
         found.append("Triton is not installed; pip install 'biasflash[gpu]'")
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
-        found.append(f"tensors are on {problem.device}; it takes CUDA tensors (or TRITON_INTERPRET=1 for tests on a CPU)")
+        found.append(
+            f"tensors are on {problem.device}; it takes CUDA tensors (or TRITON_INTERPRET=1 for tests on a CPU)"
+        )
     if problem.dtype not in PROMISES.dtypes:
         found.append(f"dtype {short(problem.dtype)}; it takes {', '.join(map(short, PROMISES.dtypes))}")
     if problem.device.type == "cuda" and torch.cuda.is_available():

@@ -7,10 +7,21 @@ weights and score gradients enter the products from registers; the others on que
 import triton
 import triton.language as tl
 
-from biasflash.tile.bias import load_terms, seen_keys, store_term_grad, term_bases
-from biasflash.tile.memory import head_offset, load_rows, local, store_rows
+from biasflash.tile.bias import load_term, load_terms, seen_keys, store_term_grad, term_bases
+from biasflash.tile.memory import (
+    head_offset,
+    inside,
+    load_rows,
+    load_seen_rows,
+    local,
+    owned,
+    shifted,
+    shifted_keys,
+    store_rows,
+    wide,
+)
 from biasflash.tile.score import score_grad_tile, score_tile
-from biasflash.tile.softmax import LOG2E, probability, row_reference
+from biasflash.tile.softmax import LOG2E, load_row_statistics, probability, row_reference, store_row_statistics
 from biasflash.tile.span import key_span, place, query_span
 
 
@@ -18,7 +29,9 @@ from biasflash.tile.span import key_span, place, query_span
 def delta_kernel(
     out_ptr,
     dout_ptr,
+    lse_ptr,
     dlse_ptr,
+    reference_ptr,
     delta_ptr,
     sizes,
     out_strides,
@@ -32,24 +45,32 @@ def delta_kernel(
     DOUT_VEC: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     WIDE: tl.constexpr,
+    SHORT_M: tl.constexpr,
+    PAIR: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta = <out, dout> - dlse, float32. Grid: one program per head, query tile and batch item, heads fastest."""
+    """delta = <out, dout> - dlse and the reference of every row, float32. Grid: one program per head, query tile and batch item, heads fastest."""
     pid = tl.program_id(0)
     tiles = tl.cdiv(M, BLOCK_M)
     h, tile, b = pid % heads, pid // heads % tiles, pid // heads // tiles
-    q_local = local(BLOCK_M, WIDE)
     q_start = tile * BLOCK_M
-    q_in = q_start + q_local < M
+    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
+    q_local = local(BLOCK_M, WIDE)
+    q_rows = inside(q_local, M, SHORT_M)
+    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
     out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
     dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC)
-    out = load_rows(out_base, q_start, out_strides, q_in, DV, BLOCK_M, BLOCK_DV, OUT_VEC, WIDE, True)
-    dout = load_rows(dout_base, q_start, dout_strides, q_in, DV, BLOCK_M, BLOCK_DV, DOUT_VEC, WIDE, True)
+    out = load_rows(out_base, q_at, q_rows, out_strides, DV, BLOCK_DV, OUT_VEC, WIDE)
+    dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    at = ((tl.full([], 0, tl.int64) + b) * heads + h) * M + q_start + q_local
+    head = wide(b) * heads + h
+    at = head * M + q_at + q_rows
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + at, mask=q_in, other=0.0)
-    tl.store(delta_ptr + at, delta, mask=q_in)
+        delta -= tl.load(dlse_ptr + at)
+    reference = row_reference(tl.load(lse_ptr + at), PAIR)
+    head = head * (M + TAIL)
+    store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "kv_heads", "group", "batch", "shift"])
@@ -58,7 +79,7 @@ def dkdv_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    reference_ptr,
     low_ptr,
     delta_ptr,
     dk_ptr,
@@ -101,6 +122,8 @@ def dkdv_kernel(
     SUM_COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
     EVEN_N: tl.constexpr,
+    SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SCALED: tl.constexpr,
     PAIR: tl.constexpr,
@@ -121,23 +144,29 @@ def dkdv_kernel(
         N = N // 16 * 16
     tile, b, kv_head = place(tl.program_id(0), tl.cdiv(N, BLOCK_N), batch, kv_heads, ORDER)
     k_start = tile * BLOCK_N
+    k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
     k_base = k_ptr + head_offset(b, kv_head, k_strides, sizes, K_VEC)
     v_base = v_ptr + head_offset(b, kv_head, v_strides, sizes, V_VEC)
     q_local = local(BLOCK_M, WIDE)
     k_local = local(BLOCK_N, WIDE)
-    k_in = k_start + k_local < N
+    q_rows = inside(q_local, M, SHORT_M)
+    k_rows = inside(k_local, N, SHORT_N)
+    k_own = owned(k_at, k_start, k_local, N, SHORT_N)
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
-    k = load_rows(k_base, k_start, k_strides, k_in, D, BLOCK_N, BLOCK_D, K_VEC, WIDE, True)  # [N, D]
-    v = load_rows(v_base, k_start, v_strides, k_in, DV, BLOCK_N, BLOCK_DV, V_VEC, WIDE, True)  # [N, Dv]
+    k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
+    v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
     acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    start, full_start = query_span(k_start, M, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    start, full_start = query_span(k_at, M, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
 
     for member in range(0, group if IS_GROUPED else 1):
         h = kv_head * group + member
-        row = (tl.full([], 0, tl.int64) + b) * heads + h
+        head = wide(b) * heads + h
+        reference_row = reference_ptr + head * (M + BLOCK_M)
+        delta_row = delta_ptr + head * (M + BLOCK_M)
+        low_row = low_ptr + head * M
         q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
         dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC)
         bases = term_bases(term_ptrs, term_strides, b, h, sizes, TERMS)
@@ -145,42 +174,53 @@ def dkdv_kernel(
         if STORE_DS:
             ds_base = ds_ptr + head_offset(b, h, ds_strides, sizes, DS_VEC)
             for q_start in range(0, start, BLOCK_M):  # queries that see none of these keys
+                rows_in = (q_start + q_local < M)[None, :]
+                nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 store_term_grad(
                     ds_base,
                     ds_strides,
                     q_start,
-                    k_start,
+                    k_at,
                     q_local[None, :],
                     k_local[:, None],
-                    k_in[:, None] & (q_start + q_local < M)[None, :],
-                    tl.zeros([BLOCK_N, BLOCK_M], tl.float32),
+                    k_own[:, None] & rows_in,
+                    nothing,
                     DS_VEC,
+                    WIDE,
                 )
         for phase in tl.static_range(2):  # query tiles on the diagonal, then those that see every key of the tile
             if phase or IS_CAUSAL:
                 lo = full_start if phase else start
                 hi = M if phase else tl.minimum(full_start, M)
                 for q_start in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
-                    q_start = tl.multiple_of(q_start, BLOCK_M)
-                    q_in = q_start + q_local < M
-                    q_clamped = tl.minimum(q_local, M - 1 - q_start)[None, :]
-                    q = load_rows(q_base, q_start, q_strides, q_in, D, BLOCK_M, BLOCK_D, Q_VEC, WIDE, True)  # [M, D]
+                    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
+                    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
+                    q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
                     terms = load_terms(
-                        bases, term_strides, q_start, k_start, q_clamped, k_local[:, None], k_in[:, None], TERMS, True
+                        bases,
+                        term_strides,
+                        q_at,
+                        k_at,
+                        q_rows[None, :],
+                        k_local[:, None],
+                        k_own[:, None],
+                        TERMS,
+                        WIDE,
+                        SHORT_N,
                     )
-                    lse = tl.load(lse_ptr + row * M + q_start + q_local, mask=q_in, other=0.0)
-                    reference = row_reference(lse, q_in, PAIR)
-                    low = 0.0
+                    reference, delta = load_row_statistics(
+                        reference_row, delta_row, q_start, q_rows, q_own, M, BLOCK_M, SHORT_M
+                    )
+                    low = delta
                     if PAIR:
-                        low = tl.load(low_ptr + row * M + q_start + q_local, mask=q_in, other=0.0)[None, :]
-                    dout = load_rows(dout_base, q_start, dout_strides, q_in, DV, BLOCK_M, BLOCK_DV, DOUT_VEC, WIDE, True)
-                    delta = tl.load(delta_ptr + row * M + q_start + q_local, mask=q_in, other=0.0)
+                        low = tl.load(low_row + q_at + q_rows)
+                    dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
                     y = score_tile(
                         tl.dot(k, tl.trans(q), input_precision=PRECISION),  # [N, M]
                         terms,
-                        (q_start + q_local)[None, :],
-                        (k_start + k_local)[:, None],
-                        k_in[:, None],
+                        (q_at + q_local)[None, :],
+                        (k_at + k_local)[:, None],
+                        k_own[:, None],
                         scale,
                         shift,
                         TERMS,
@@ -188,7 +228,7 @@ def dkdv_kernel(
                         IS_CAUSAL,
                         phase == 0,
                     )
-                    p = probability(y, reference[None, :], low, unit, PAIR)
+                    p = probability(y, reference[None, :], low[None, :], unit, PAIR)
                     if WANT_DV:
                         acc_dv = tl.dot(p.to(dout.dtype), dout, acc_dv, input_precision=PRECISION)  # [N, Dv]
                     if WANT_DK or STORE_DS or SUM_COLUMNS:
@@ -202,23 +242,24 @@ def dkdv_kernel(
                             store_term_grad(
                                 ds_base,
                                 ds_strides,
-                                q_start,
-                                k_start,
+                                q_at,
+                                k_at,
                                 q_local[None, :],
                                 k_local[:, None],
-                                k_in[:, None] & q_in[None, :],
+                                k_own[:, None] & q_own[None, :],
                                 ds,
                                 DS_VEC,
+                                WIDE,
                             )
         if SUM_COLUMNS:
-            tl.store(column_ptr + row * N + k_start + k_local, acc_column, mask=k_in)
+            tl.store(column_ptr + head * N + k_at + k_local, acc_column, mask=k_own)
 
     if WANT_DK:
         dk_base = dk_ptr + head_offset(b, kv_head, dk_strides, sizes, DK_VEC)
-        store_rows(dk_base, k_start, dk_strides, k_in, acc_dk * scale, D, BLOCK_N, BLOCK_D, DK_VEC, WIDE)
+        store_rows(dk_base, k_at, k_local, dk_strides, k_own, acc_dk * scale, D, BLOCK_D, DK_VEC, WIDE)
     if WANT_DV:
         dv_base = dv_ptr + head_offset(b, kv_head, dv_strides, sizes, DV_VEC)
-        store_rows(dv_base, k_start, dv_strides, k_in, acc_dv, DV, BLOCK_N, BLOCK_DV, DV_VEC, WIDE)
+        store_rows(dv_base, k_at, k_local, dv_strides, k_own, acc_dv, DV, BLOCK_DV, DV_VEC, WIDE)
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
@@ -231,6 +272,7 @@ def dq_kernel(
     lse_ptr,
     low_ptr,
     dlse_ptr,
+    reference_ptr,
     delta_ptr,
     dq_ptr,
     row_sum_ptr,
@@ -262,17 +304,19 @@ def dq_kernel(
     OUT_VEC: tl.constexpr,
     DQ_VEC: tl.constexpr,
     WANT_DQ: tl.constexpr,
-    MAKE_DELTA: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     EVEN_N: tl.constexpr,
+    SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SCALED: tl.constexpr,
     PAIR: tl.constexpr,
     HAS_KEEP: tl.constexpr,
     HIDES_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TAIL: tl.constexpr,
     ORDER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -280,7 +324,7 @@ def dq_kernel(
 ):
     """dq = scale ds k of a query tile, scores recomputed.
 
-    MAKE_DELTA computes delta first and stores it for the kernels that follow, which saves a launch and a pass;
+    Computes delta first and stores it for the kernels that follow, which saves a launch and a pass over out and dout;
     SUM_ROWS writes the sums of ds over keys, float32 ``(*B Hq M)``. Grid: one program per query tile, batch item, head.
     """
     if EVEN_N:
@@ -290,7 +334,7 @@ def dq_kernel(
     if IS_CAUSAL:
         tile = tiles - 1 - tile
     q_start = tile * BLOCK_M
-    row = (tl.full([], 0, tl.int64) + b) * heads + h
+    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
     q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
     k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC)
     v_base = v_ptr + head_offset(b, h // group, v_strides, sizes, V_VEC)
@@ -298,52 +342,63 @@ def dq_kernel(
     bases = term_bases(term_ptrs, term_strides, b, h, sizes, TERMS)
     q_local = local(BLOCK_M, WIDE)
     k_local = local(BLOCK_N, WIDE)
-    q_in = q_start + q_local < M
-    q_clamped = tl.minimum(q_local, M - 1 - q_start)[:, None]
-    at = row * M + q_start + q_local
+    q_rows = inside(q_local, M, SHORT_M)
+    k_rows = inside(k_local, N, SHORT_N)
+    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
+    head = wide(b) * heads + h
+    at = head * M + q_at + q_rows
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
-    q = load_rows(q_base, q_start, q_strides, q_in, D, BLOCK_M, BLOCK_D, Q_VEC, WIDE, True)  # [M, D]
-    dout = load_rows(dout_base, q_start, dout_strides, q_in, DV, BLOCK_M, BLOCK_DV, DOUT_VEC, WIDE, True)  # [M, Dv]
-    reference = row_reference(tl.load(lse_ptr + at, mask=q_in, other=0.0), q_in, PAIR)
-    low = 0.0
+    q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
+    dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
+    reference = row_reference(tl.load(lse_ptr + at), PAIR)
+    low = reference
     if PAIR:
-        low = tl.load(low_ptr + at, mask=q_in, other=0.0)[:, None]
-    if MAKE_DELTA:
-        out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
-        out = load_rows(out_base, q_start, out_strides, q_in, DV, BLOCK_M, BLOCK_DV, OUT_VEC, WIDE, True)
-        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-        if HAS_DLSE:
-            delta -= tl.load(dlse_ptr + at, mask=q_in, other=0.0)
-        tl.store(delta_ptr + at, delta, mask=q_in)
-    else:
-        delta = tl.load(delta_ptr + at, mask=q_in, other=0.0)
+        low = tl.load(low_ptr + at)
+    out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
+    out = load_rows(out_base, q_at, q_rows, out_strides, DV, BLOCK_DV, OUT_VEC, WIDE)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + at)
+    head = head * (M + TAIL)
+    store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_row = tl.zeros([BLOCK_M], tl.float32)
-    full_end, end = key_span(q_start, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    full_end, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
     for phase in tl.static_range(2):
         lo = full_end if phase else 0
         hi = end if phase else full_end
         for k_start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
             k_start = tl.multiple_of(k_start, BLOCK_N)
-            k_in = k_start + k_local < N
-            seen = k_in
+            k_at = k_start
+            if phase:
+                k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
+            k_in = owned(k_at, k_start, k_local, N, SHORT_N)
             if HIDES_KEYS:
-                seen = seen_keys(k_in, bases, term_strides, k_start, k_local, TERMS, phase == 1)
-            k = load_rows(
-                k_base, k_start, k_strides, seen, D, BLOCK_N, BLOCK_D, K_VEC, WIDE, phase == 1 or HIDES_KEYS
-            )  # [N, D]
+                seen = seen_keys(k_in, bases, term_strides, k_at, k_local, TERMS, WIDE, SHORT_N)
+                k = load_seen_rows(k_base, k_at, k_rows, k_strides, seen, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
+            else:
+                k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
             terms = load_terms(
-                bases, term_strides, q_start, k_start, q_clamped, k_local[None, :], k_in[None, :], TERMS, phase == 1
+                bases,
+                term_strides,
+                q_at,
+                k_at,
+                q_rows[:, None],
+                k_local[None, :],
+                k_in[None, :],
+                TERMS,
+                WIDE,
+                SHORT_N,
             )
-            v = load_rows(v_base, k_start, v_strides, k_in, DV, BLOCK_N, BLOCK_DV, V_VEC, WIDE, phase == 1)  # [N, Dv]
+            v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
             y = score_tile(
                 tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
                 terms,
-                (q_start + q_local)[:, None],
-                (k_start + k_local)[None, :],
+                (q_at + q_local)[:, None],
+                (k_at + k_local)[None, :],
                 k_in[None, :],
                 scale,
                 shift,
@@ -353,7 +408,7 @@ def dq_kernel(
                 phase == 1,
             )
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
-            p = probability(y, reference[:, None], low, unit, PAIR)
+            p = probability(y, reference[:, None], low[:, None], unit, PAIR)
             ds = score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
             if SUM_ROWS:
                 acc_row += tl.sum(ds, 1)
@@ -361,10 +416,10 @@ def dq_kernel(
                 acc_dq = tl.dot(ds.to(k.dtype), k, acc_dq, input_precision=PRECISION)  # [M, D]
 
     if SUM_ROWS:
-        tl.store(row_sum_ptr + at, acc_row, mask=q_in)
+        tl.store(row_sum_ptr + at, acc_row, mask=q_own)
     if WANT_DQ:
         dq_base = dq_ptr + head_offset(b, h, dq_strides, sizes, DQ_VEC)
-        store_rows(dq_base, q_start, dq_strides, q_in, acc_dq * scale, D, BLOCK_M, BLOCK_D, DQ_VEC, WIDE)
+        store_rows(dq_base, q_at, q_local, dq_strides, q_own, acc_dq * scale, D, BLOCK_D, DQ_VEC, WIDE)
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
@@ -390,6 +445,8 @@ def dq_from_ds_kernel(
     DQ_VEC: tl.constexpr,
     WIDE: tl.constexpr,
     EVEN_N: tl.constexpr,
+    SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -404,32 +461,34 @@ def dq_from_ds_kernel(
     if IS_CAUSAL:
         tile = tiles - 1 - tile
     q_start = tile * BLOCK_M
+    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
     ds_base = ds_ptr + head_offset(b, h, ds_strides, sizes, DS_VEC)
     k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC)
     q_local = local(BLOCK_M, WIDE)
     k_local = local(BLOCK_N, WIDE)
-    q_in = q_start + q_local < M
-    q_clamped = tl.minimum(q_local, M - 1 - q_start)[:, None]
+    q_rows = inside(q_local, M, SHORT_M)[:, None]
+    k_rows = inside(k_local, N, SHORT_N)
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    full_end, end = key_span(q_start, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    _, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    whole = tl.minimum(
+        N // BLOCK_N * BLOCK_N, end
+    )  # hidden pairs were stored as zeros: only the last tile needs a mask
     for phase in tl.static_range(2):
-        lo = tl.minimum(N // BLOCK_N * BLOCK_N, end) if phase else 0  # the diagonal was stored as zeros: no mask there
-        hi = end if phase else tl.minimum(N // BLOCK_N * BLOCK_N, end)
+        lo = whole if phase else 0
+        hi = end if phase else whole
         for k_start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
             k_start = tl.multiple_of(k_start, BLOCK_N)
-            k_in = k_start + k_local < N
-            (ds,) = load_terms(
-                (ds_base,),
-                (ds_strides,),
-                q_start,
-                k_start,
-                q_clamped,
-                k_local[None, :],
-                k_in[None, :],
-                ((None, True, True, DS_VEC, False),),
-                phase == 1,
-            )
-            k = load_rows(k_base, k_start, k_strides, k_in, D, BLOCK_N, BLOCK_D, K_VEC, WIDE, phase == 1)  # [N, D]
+            k_at = k_start
+            if phase:
+                k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
+            k_in = owned(k_at, k_start, k_local, N, SHORT_N)[None, :]
+            ds = load_term(
+                ds_base, ds_strides, q_at, k_at, q_rows, k_local[None, :], k_in, True, True, DS_VEC, WIDE, SHORT_N
+            )  # [M, N]
+            if phase:
+                ds = tl.where(k_in, ds, 0.0)
+            k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
             acc_dq = tl.dot(ds.to(k.dtype), k, acc_dq, input_precision=PRECISION)  # [M, D]
+    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
     dq_base = dq_ptr + head_offset(b, h, dq_strides, sizes, DQ_VEC)
-    store_rows(dq_base, q_start, dq_strides, q_in, acc_dq * scale, D, BLOCK_M, BLOCK_D, DQ_VEC, WIDE)
+    store_rows(dq_base, q_at, q_local, dq_strides, q_own, acc_dq * scale, D, BLOCK_D, DQ_VEC, WIDE)

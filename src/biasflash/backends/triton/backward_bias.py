@@ -7,31 +7,56 @@ registers, and walks over the batch items and heads that read this tile.
 import triton
 import triton.language as tl
 
-from biasflash.tile.bias import load_terms, store_term_grad, term_bases
-from biasflash.tile.memory import head_offset, load_rows, local, plain, step_of, wide
+from biasflash.tile.bias import load_term, load_terms, store_term_grad, term_bases
+from biasflash.tile.memory import (
+    head_offset,
+    inside,
+    load_rows,
+    local,
+    owned,
+    plain,
+    shifted,
+    shifted_keys,
+    step_of,
+    wide,
+    wide_if,
+)
 from biasflash.tile.score import score_grad_tile, score_tile
-from biasflash.tile.softmax import LOG2E, probability, row_reference
+from biasflash.tile.softmax import LOG2E, probability
 
 
 @triton.jit
-def split_index(owned, shared, sizes, OWNS: tl.constexpr):
-    """Linear index over all axes, given one over the owned axes and one over the shared ones; last axis fastest.
+def split_index(owner, item, sizes, heads, OWNS: tl.constexpr):
+    """``(batch item, head)``, given an index over the owned axes and one over the shared axes; last axis fastest.
 
-    ``OWNS`` says for each axis of ``sizes`` whether the bias varies along it.
+    ``OWNS`` says for each of ``(*batch, heads)`` whether the bias varies along it. 32 bits: heads are counted here, not
+    elements. Nothing is divided that varies in the loop when one batch axis is shared and heads are owned.
     """
-    index = wide(0)
-    stride = wide(1)
-    NA: tl.constexpr = len(sizes)
-    for i in tl.static_range(NA):
-        size = plain(sizes[NA - 1 - i])
-        if OWNS[NA - 1 - i]:
-            index += (owned % size) * stride
-            owned = owned // size
+    NB: tl.constexpr = len(sizes)
+    if OWNS[NB]:
+        h = owner % heads
+        owner = owner // heads
+    else:
+        h = item % heads
+        item = item // heads
+    b = 0
+    stride = 1
+    for i in tl.static_range(NB):
+        size = plain(sizes[NB - 1 - i])
+        if OWNS[NB - 1 - i]:
+            if i + 1 < NB:
+                b += owner % size * stride
+                owner = owner // size
+            else:
+                b += owner * stride
         else:
-            index += (shared % size) * stride
-            shared = shared // size
+            if i + 1 < NB:
+                b += item % size * stride
+                item = item // size
+            else:
+                b += item * stride
         stride = stride * size
-    return index
+    return b, h
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk"])
@@ -40,13 +65,12 @@ def dbias_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    reference_ptr,
     low_ptr,
     delta_ptr,
     dbias_ptr,
     term_ptrs,
     sizes,
-    axes,
     q_strides,
     k_strides,
     v_strides,
@@ -65,6 +89,7 @@ def dbias_kernel(
     scale,
     TERMS: tl.constexpr,
     OWNS: tl.constexpr,
+    FIXED: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -75,20 +100,24 @@ def dbias_kernel(
     DOUT_VEC: tl.constexpr,
     DBIAS_VEC: tl.constexpr,
     WIDE: tl.constexpr,
+    WIDE_HEADS: tl.constexpr,
     EVEN_N: tl.constexpr,
+    SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SCALED: tl.constexpr,
     PAIR: tl.constexpr,
     HAS_KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dbias tile = sum of ds over the (batch item, head) pairs that share it.
 
-    ``axes`` are ``(*batch, heads)`` sizes and OWNS marks those the bias varies along; ``shared`` is the product of the
-    others. Where they are split, each program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride``
+    OWNS marks the axes ``(*batch, heads)`` that the bias varies along; ``shared`` is the product of the sizes of the
+    others; terms that are the same for all of them (FIXED) are loaded once. Where they are split, each program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride``
     apart. Grid: one program per tile of queries x keys (fastest), owned (batch item, head) pair, and chunk.
     """
     if EVEN_N:
@@ -96,15 +125,18 @@ def dbias_kernel(
     k_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.cdiv(M, BLOCK_M) * k_tiles
     tile = tl.program_id(0) % tiles
-    owned = tl.program_id(0) // tiles % owners
+    owner = tl.program_id(0) // tiles % owners
     part = tl.program_id(0) // tiles // owners
     q_start = tile // k_tiles * BLOCK_M
     k_start = tile % k_tiles * BLOCK_N
+    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
+    k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
     q_local = local(BLOCK_M, WIDE)
     k_local = local(BLOCK_N, WIDE)
-    q_in = q_start + q_local < M
-    k_in = k_start + k_local < N
-    q_clamped = tl.minimum(q_local, M - 1 - q_start)[:, None]
+    q_rows = inside(q_local, M, SHORT_M)
+    k_rows = inside(k_local, N, SHORT_N)
+    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
+    k_own = owned(k_at, k_start, k_local, N, SHORT_N)
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
@@ -113,34 +145,64 @@ def dbias_kernel(
     first = part * chunk
     last = tl.minimum(first + chunk, shared)
     if IS_CAUSAL:
-        last = tl.where(k_start <= tl.minimum(q_start + BLOCK_M, M) - 1 + shift, last, first)  # else nothing is seen
+        last = tl.where(k_at <= tl.minimum(q_at + BLOCK_M, M) - 1 + shift, last, first)  # else nothing is seen
+    b, h = split_index(owner, first, sizes, heads, OWNS)
+    fixed = load_terms(
+        term_bases(term_ptrs, term_strides, b, h, sizes, TERMS),
+        term_strides,
+        q_at,
+        k_at,
+        q_rows[:, None],
+        k_local[None, :],
+        k_own[None, :],
+        TERMS,
+        WIDE,
+        SHORT_N,
+    )
     for item in tl.range(first, last, num_stages=STAGES):
-        index = split_index(wide(owned), wide(item), axes, OWNS)
-        b, h = index // heads, index % heads
-        bases = term_bases(term_ptrs, term_strides, b, h, sizes, TERMS)
-        q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
-        k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC)
-        v_base = v_ptr + head_offset(b, h // group, v_strides, sizes, V_VEC)
-        dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC)
-        q = load_rows(q_base, q_start, q_strides, q_in, D, BLOCK_M, BLOCK_D, Q_VEC, WIDE, True)  # [M, D]
-        k = load_rows(k_base, k_start, k_strides, k_in, D, BLOCK_N, BLOCK_D, K_VEC, WIDE, True)  # [N, D]
-        terms = load_terms(
-            bases, term_strides, q_start, k_start, q_clamped, k_local[None, :], k_in[None, :], TERMS, True
-        )
-        at = index * M + q_start + q_local
-        reference = row_reference(tl.load(lse_ptr + at, mask=q_in, other=0.0), q_in, PAIR)
-        low = 0.0
+        b, h = split_index(owner, item, sizes, heads, OWNS)
+        q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC, WIDE_HEADS)
+        k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC, WIDE_HEADS)
+        v_base = v_ptr + head_offset(b, h // group, v_strides, sizes, V_VEC, WIDE_HEADS)
+        dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC, WIDE_HEADS)
+        q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
+        k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
+        terms = ()
+        for i in tl.static_range(len(TERMS)):
+            if FIXED[i]:
+                terms = terms + (fixed[i],)  # noqa: RUF005
+            else:
+                tile_base = term_ptrs[i] + head_offset(b, h, term_strides[i], sizes, TERMS[i][3], WIDE_HEADS)
+                tile_i = load_term(
+                    tile_base,
+                    term_strides[i],
+                    q_at,
+                    k_at,
+                    q_rows[:, None],
+                    k_local[None, :],
+                    k_own[None, :],
+                    TERMS[i][1],
+                    TERMS[i][2],
+                    TERMS[i][3],
+                    WIDE,
+                    SHORT_N,
+                )
+                terms = terms + (tile_i,)  # noqa: RUF005
+        index = b * heads + h
+        at = wide_if(index, WIDE_HEADS) * (M + TAIL) + q_at + q_rows
+        reference = tl.load(reference_ptr + at)
+        delta = tl.load(delta_ptr + at)
+        low = delta
         if PAIR:
-            low = tl.load(low_ptr + at, mask=q_in, other=0.0)[:, None]
-        dout = load_rows(dout_base, q_start, dout_strides, q_in, DV, BLOCK_M, BLOCK_DV, DOUT_VEC, WIDE, True)
-        v = load_rows(v_base, k_start, v_strides, k_in, DV, BLOCK_N, BLOCK_DV, V_VEC, WIDE, True)  # [N, Dv]
-        delta = tl.load(delta_ptr + at, mask=q_in, other=0.0)
+            low = tl.load(low_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows)
+        dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
+        v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
         y = score_tile(
             tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
             terms,
-            (q_start + q_local)[:, None],
-            (k_start + k_local)[None, :],
-            k_in[None, :],
+            (q_at + q_local)[:, None],
+            (k_at + k_local)[None, :],
+            k_own[None, :],
             scale,
             shift,
             TERMS,
@@ -149,22 +211,23 @@ def dbias_kernel(
             IS_CAUSAL,
         )
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
-        p = probability(y, reference[:, None], low, unit, PAIR)
+        p = probability(y, reference[:, None], low[:, None], unit, PAIR)
         acc_ds += score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
 
     dbias_base = dbias_ptr + wide(part) * step_of(chunk_stride[0], DBIAS_VEC)
-    owner = split_index(wide(owned), wide(0), axes, OWNS)
-    dbias_base += head_offset(owner // heads, owner % heads, dbias_strides, sizes, DBIAS_VEC)
+    b, h = split_index(owner, 0, sizes, heads, OWNS)
+    dbias_base += head_offset(b, h, dbias_strides, sizes, DBIAS_VEC)
     store_term_grad(
         dbias_base,
         dbias_strides,
-        q_start,
-        k_start,
+        q_at,
+        k_at,
         q_local[:, None],
         k_local[None, :],
-        q_in[:, None] & k_in[None, :],
+        q_own[:, None] & k_own[None, :],
         acc_ds,
         DBIAS_VEC,
+        WIDE,
     )
 
 

@@ -6,7 +6,7 @@ once, so overlap comes from several programs on one multiprocessor: small tiles 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,21 @@ def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str
 
 RULES: tuple[Rule, ...] = (
     # ------------------------------------------------------------------------------------------------ forward, 16 bits
-    _rule("forward", 32, 2, _tile(64, 64, 4, 3), "512 x 4 heads of 512, D 32, shared bias: 0.349 ms against 0.402 for 128 x 64"),
-    _rule("forward", 64, 2, _tile(128, 64, 8, 3), "full bias 2k, D 64: 0.234 ms against 0.244 with 4 warps", dense_only=True),
+    _rule(
+        "forward",
+        32,
+        2,
+        _tile(64, 64, 4, 3),
+        "512 x 4 heads of 512, D 32, shared bias: 0.349 ms against 0.402 for 128 x 64",
+    ),
+    _rule(
+        "forward",
+        64,
+        2,
+        _tile(128, 64, 8, 3),
+        "full bias 2k, D 64: 0.234 ms against 0.244 with 4 warps",
+        dense_only=True,
+    ),
     _rule("forward", 64, 2, _tile(128, 64, 4, 3), "no bias tile to hold: 4 warps have the registers"),
     _rule("forward", 128, 2, _tile(128, 64, 8, 3), "full bias 4k, D 128: 0.358 ms against 0.423 for 128 x 128"),
     _rule("forward", 128, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
@@ -67,7 +80,13 @@ RULES: tuple[Rule, ...] = (
     _rule("delta", 256, 2, _tile(64, 64, 4, 1), "memory bound; 32 to 128 rows measure the same"),
     _rule("delta", 256, 4, _tile(32, 32, 4, 1), "memory bound"),
     # --------------------------------------------------------------------------------------------------- dkdv, 16 bits
-    _rule("dkdv", 32, 2, _tile(64, 64, 4, 2, 128), "512 x 4 heads of 512, D 32: 0.590 ms, four programs on a multiprocessor"),
+    _rule(
+        "dkdv",
+        32,
+        2,
+        _tile(64, 64, 4, 2, 128),
+        "512 x 4 heads of 512, D 32: 0.590 ms, four programs on a multiprocessor",
+    ),
     _rule("dkdv", 64, 2, _tile(64, 64, 4, 2, 168), "16 x 12 heads of 1k, D 64: 0.325 ms against 0.395 without the cap"),
     _rule("dkdv", 128, 2, _tile(32, 64, 4, 2), "full bias 4k, D 128: 0.876 ms against 0.908 for 64 x 64"),
     _rule("dkdv", 256, 2, _tile(32, 64, 8, 1), "two accumulators of 256 columns: 8 warps and one stage hold them"),
@@ -138,3 +157,16 @@ def choose_tile(facts: Facts) -> tuple[TileConfig, str]:
         if shared_bytes(facts, rule.tile) <= facts.shared_memory:
             return rule.tile, rule.why
     raise LookupError(f"no tile rule fits {facts}; the nearest is {nearest}")
+
+
+def shrink(tile: TileConfig, M: int, N: int) -> TileConfig:
+    """No side longer than the power of two that holds its axis: a sequence of 20 does not pay for 64 rows."""
+    block_m = min(tile.block_m, max(16, _power_of_two(M)))
+    block_n = min(tile.block_n, max(16, _power_of_two(N)))
+    if (block_m, block_n) == (tile.block_m, tile.block_n):
+        return tile
+    return replace(tile, block_m=block_m, block_n=block_n, warps=min(tile.warps, 4), registers=None)
+
+
+def _power_of_two(length: int) -> int:
+    return 1 << max(0, length - 1).bit_length()

@@ -4,7 +4,18 @@ import triton
 import triton.language as tl
 
 from biasflash.tile.bias import load_terms, seen_keys, term_bases
-from biasflash.tile.memory import head_offset, load_rows, local, store_rows
+from biasflash.tile.memory import (
+    head_offset,
+    inside,
+    load_rows,
+    load_seen_rows,
+    local,
+    owned,
+    shifted,
+    shifted_keys,
+    store_rows,
+    wide,
+)
 from biasflash.tile.score import score_tile
 from biasflash.tile.softmax import LOG2E, finish, running_step
 from biasflash.tile.span import key_span, place
@@ -43,6 +54,8 @@ def forward_kernel(
     OUT_VEC: tl.constexpr,
     WIDE: tl.constexpr,
     EVEN_N: tl.constexpr,
+    SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SCALED: tl.constexpr,
     PAIR: tl.constexpr,
@@ -62,6 +75,7 @@ def forward_kernel(
     if IS_CAUSAL:
         tile = tiles - 1 - tile  # the longest rows first
     q_start = tile * BLOCK_M
+    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
     q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
     k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC)
     v_base = v_ptr + head_offset(b, h // group, v_strides, sizes, V_VEC)
@@ -69,33 +83,44 @@ def forward_kernel(
 
     q_local = local(BLOCK_M, WIDE)
     k_local = local(BLOCK_N, WIDE)
-    q_in = q_start + q_local < M
-    q_clamped = tl.minimum(q_local, M - 1 - q_start)[:, None]  # rows past the end read the last row, and are not stored
+    q_rows = inside(q_local, M, SHORT_M)
+    k_rows = inside(k_local, N, SHORT_N)
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
-    q = load_rows(q_base, q_start, q_strides, q_in, D, BLOCK_M, BLOCK_D, Q_VEC, WIDE, True)  # [M, D]
+    q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
 
     acc_out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    full_end, end = key_span(q_start, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    full_end, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
     for phase in tl.static_range(2):  # tiles fully inside, then those that cross the diagonal or the end
         lo = full_end if phase else 0
         hi = end if phase else full_end
         for k_start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
             k_start = tl.multiple_of(k_start, BLOCK_N)
-            k_in = k_start + k_local < N
-            k = load_rows(k_base, k_start, k_strides, k_in, D, BLOCK_N, BLOCK_D, K_VEC, WIDE, phase == 1)  # [N, D]
+            k_at = k_start
+            if phase:
+                k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
+            k_in = owned(k_at, k_start, k_local, N, SHORT_N)
+            k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
             terms = load_terms(
-                bases, term_strides, q_start, k_start, q_clamped, k_local[None, :], k_in[None, :], TERMS, phase == 1
+                bases,
+                term_strides,
+                q_at,
+                k_at,
+                q_rows[:, None],
+                k_local[None, :],
+                k_in[None, :],
+                TERMS,
+                WIDE,
+                SHORT_N,
             )
-            product = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
             y = score_tile(
-                product,
+                tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
                 terms,
-                (q_start + q_local)[:, None],
-                (k_start + k_local)[None, :],
+                (q_at + q_local)[:, None],
+                (k_at + k_local)[None, :],
                 k_in[None, :],
                 scale,
                 shift,
@@ -105,18 +130,18 @@ def forward_kernel(
                 phase == 1,
             )
             p, alpha, m, l = running_step(y, m, l, unit, 1, PAIR, IS_CAUSAL or len(TERMS) > 0, LOW_RANGE)
-            seen = k_in
             if HIDES_KEYS:
-                seen = seen_keys(k_in, bases, term_strides, k_start, k_local, TERMS, phase == 1)
-            v = load_rows(
-                v_base, k_start, v_strides, seen, DV, BLOCK_N, BLOCK_DV, V_VEC, WIDE, phase == 1 or HIDES_KEYS
-            )  # [N, Dv]
+                seen = seen_keys(k_in, bases, term_strides, k_at, k_local, TERMS, WIDE, SHORT_N)
+                v = load_seen_rows(v_base, k_at, k_rows, v_strides, seen, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
+            else:
+                v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
             acc_out = tl.dot(p.to(v.dtype), v, acc_out * alpha[:, None], input_precision=PRECISION)  # [M, Dv]
 
     inverse, lse, low = finish(m, l, 1.0 if SCALED else scale)
-    row = (tl.full([], 0, tl.int64) + b) * heads + h
+    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
+    at = (wide(b) * heads + h) * M + q_at + q_local
     out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
-    store_rows(out_base, q_start, out_strides, q_in, acc_out * inverse[:, None], DV, BLOCK_M, BLOCK_DV, OUT_VEC, WIDE)
-    tl.store(lse_ptr + row * M + q_start + q_local, lse, mask=q_in)
+    store_rows(out_base, q_at, q_local, out_strides, q_own, acc_out * inverse[:, None], DV, BLOCK_DV, OUT_VEC, WIDE)
+    tl.store(lse_ptr + at, lse, mask=q_own)
     if PAIR:
-        tl.store(low_ptr + row * M + q_start + q_local, low, mask=q_in)
+        tl.store(low_ptr + at, low, mask=q_own)

@@ -83,8 +83,3 @@ def view(strides: Sequence[int], itemsize: int, width: int, aligned: bool) -> Vi
     unit = max(vec, 1)
     codes = (*(code(s // unit) for s in outer), code(last if vec == 0 else 1))
     return View(vec=vec, strides=tuple(strides), codes=codes)
-
-
-def is_wide(views: Sequence[View]) -> bool:
-    """Whether offsets inside a tile (at most 256 rows or columns) may pass 2^31 elements."""
-    return any(abs(s) * 256 >= 2**31 for v in views for s in (v.strides[-2:] if v.vec == 0 else v.strides[-2:-1]))

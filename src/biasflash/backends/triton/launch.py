@@ -111,7 +111,9 @@ class BackwardPass:
             and not self.ops.hides_keys  # a key nobody sees may hold NaN, and 0 x NaN is NaN
         )
         self.runs_dq = (gradients.q is not None and not self.reads_ds) or bool(self.rows)
-        self.delta = self._scratch(self.heads * problem.M)
+        self.tail = self.ops.tile("dkdv")[0].block_m  # see tile.softmax.store_row_statistics
+        self.delta = self._scratch(self.heads * (problem.M + self.tail))
+        self.reference = torch.empty_like(self.delta)
         self.row_sums = self._scratch(self.heads * problem.M) if self.rows else self.delta
         self.column_sums = self._scratch(self.heads * problem.N) if self.columns else self.delta
 
@@ -165,7 +167,9 @@ class BackwardPass:
         return {
             "lse_ptr": s.lse,
             "low_ptr": s.low,
+            "reference_ptr": self.reference,
             "delta_ptr": self.delta,
+            "TAIL": self.tail,
             "dlse_ptr": s.lse if s.dlse is None else s.dlse,
             "HAS_DLSE": s.dlse is not None,
         }
@@ -194,7 +198,6 @@ class BackwardPass:
             lambda tile: triton.cdiv(self.problem.M, tile.block_m) * self.heads,
             row_sum_ptr=self.row_sums,
             WANT_DQ=self.gradients.q is not None and not self.reads_ds,
-            MAKE_DELTA=True,
             SUM_ROWS=bool(self.rows),
             **self._statistics(),
         )
@@ -245,15 +248,22 @@ class BackwardPass:
             dbias_strides=view.codes,
             DBIAS_VEC=view.vec,
             chunk_stride=(geometry.code(buffer.numel() // max(view.vec, 1)),),
-            axes=tuple(geometry.code(axis) for axis in axes),
             owners=owners,
             shared=shared,
             chunk=chunk,
             OWNS=owns,
+            FIXED=self._fixed(owns),
             **self._statistics(),
         )
         if chunks > 1:
             yield self._add_chunks(sums, buffer, chunks)
+
+    def _fixed(self, owns: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which terms are the same for all (batch item, head) pairs that share one tile of the bias gradient."""
+        return tuple(
+            not any(stride for stride, own in zip(view.strides[:-2], owns, strict=True) if not own)
+            for view in self.ops.term_views
+        )
 
     def _add_chunks(self, sums: Tensor, buffer: Tensor, chunks: int) -> Launch:
         total = buffer

@@ -36,7 +36,8 @@ def device_facts(device: torch.device) -> Device:
         return Device(shared_memory=232448, multiprocessors=132)
     found = torch.cuda.get_device_properties(device)
     return Device(
-        shared_memory=getattr(found, "shared_memory_per_block_optin", 65536), multiprocessors=found.multi_processor_count
+        shared_memory=getattr(found, "shared_memory_per_block_optin", 65536),
+        multiprocessors=found.multi_processor_count,
     )
 
 
@@ -78,7 +79,9 @@ class Operands:
         self.problem, self.device = problem, device
         self.terms = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in terms]
         self.tensors = tensors
-        strides = {n: geometry.term_strides(t) if n.startswith("grad") else geometry.rows_first(t) for n, t in tensors.items()}
+        strides = {
+            n: geometry.term_strides(t) if n.startswith("grad") else geometry.rows_first(t) for n, t in tensors.items()
+        }
         strides |= {f"bias{i}": geometry.term_strides(t) for i, t in enumerate(self.terms)}
         self.sizes, merged = geometry.merge_batch(problem.batch, strides)
         self.views = {name: self._view(name, s) for name, s in merged.items()}
@@ -88,13 +91,27 @@ class Operands:
         t = self.terms[int(name[4:])] if name.startswith("bias") else self.tensors[name]
         return geometry.view(strides, t.element_size(), t.shape[-1], t.data_ptr() % 16 == 0)
 
+    def _extent(self, name: str, first_axis: int) -> int:
+        """Elements spanned by the axes from ``first_axis`` on; -2 is one head's plane."""
+        p = self.problem
+        rows, columns = p.N if name in ("k", "v", "dk", "dv") else p.M, max(p.D, p.Dv)
+        if name.startswith(("bias", "grad")):
+            columns = p.N
+        heads = p.Hkv if name in ("k", "v", "dk", "dv") else p.Hq
+        sizes = (*self.sizes, heads, rows, columns)[first_axis:]
+        return sum(
+            (size - 1) * stride for size, stride in zip(sizes, self.views[name].strides[first_axis:], strict=True)
+        )
+
     @cached_property
     def has_dense(self) -> bool:
         return any(t.kind == "dense" for t in self.problem.terms)
 
     @cached_property
     def hides_keys(self) -> bool:
-        return any(t.kind == "keep" and v.strides[-2] == 0 for t, v in zip(self.problem.terms, self.term_views, strict=True))
+        return any(
+            t.kind == "keep" and v.strides[-2] == 0 for t, v in zip(self.problem.terms, self.term_views, strict=True)
+        )
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
@@ -129,7 +146,9 @@ class Operands:
             "DV": p.Dv,
             "BLOCK_D": _padded(p.D),
             "BLOCK_DV": _padded(p.Dv),
-            "WIDE": geometry.is_wide(list(self.views.values())),
+            "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
+            "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31
+            or any(self._extent(n, 0) >= 2**31 for n in self.views if not n.startswith("grad")),
             "EVEN_N": bool(p.terms) and p.N % 16 == 0,
             "IS_CAUSAL": p.causal_shift is not None,
             "IS_GROUPED": p.Hq != p.Hkv,
@@ -164,16 +183,21 @@ class Operands:
             has_dense=self.has_dense,
             shared_memory=self.device.shared_memory,
         )
-        return config.choose_tile(facts)
+        tile, why = config.choose_tile(facts)
+        return config.shrink(tile, p.M, p.N), why
 
-    def launch(self, kernel: Any, rule: str, names: Sequence[str], programs: Callable[[TileConfig], int], **own: Any) -> Launch:
+    def launch(
+        self, kernel: Any, rule: str, names: Sequence[str], programs: Callable[[TileConfig], int], **own: Any
+    ) -> Launch:
         """The record of one launch: tensors ``names`` become ``x_ptr``, ``x_strides`` and ``X_VEC``; ``own`` comes on top.
 
         ``programs(tile)`` is the grid. Arguments the kernel does not declare are left out.
         """
         tile, why = self.tile(rule)
+        p = self.problem
         given: dict[str, Any] = {**self.numbers, **self.constants}
         given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
+        given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": tile.block_n > p.N}
         for name in names:
             given[f"{name}_ptr"] = self.tensors[name]
             given[f"{name}_strides"] = self.views[name].codes
