@@ -8,13 +8,15 @@ gradient is written as one packed tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from biasflash import problem as problems
-from biasflash.problem import UnsupportedError
+from biasflash.backends.backend import Backend, Gradients
+from biasflash.problem import Problem, UnsupportedError
 
 _SHARED = "Tensor[] inputs, Tensor[] terms, str kinds, str layout, str causal, float? scale, str? backend"
 _lib = torch.library.Library("biasflash", "DEF")
@@ -46,6 +48,17 @@ def _split(kinds: str) -> list[str]:
     return kinds.split(",") if kinds else []
 
 
+@lru_cache(maxsize=4096)
+def _prepared(
+    facts: tuple[Any, ...], kinds: str, causal: str, scale: float | None, backend: str | None
+) -> tuple[Problem, Backend]:
+    """The problem and the backend that computes it, made once for each set of facts."""
+    from biasflash import backends, plan
+
+    problem = problems.assemble(*facts, _split(kinds), causal, scale)
+    return problem, backends.load(plan.choose(problem, backend).backend)
+
+
 def _forward(
     inputs: Sequence[Tensor],
     terms: Sequence[Tensor],
@@ -55,11 +68,8 @@ def _forward(
     scale: float | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from biasflash import backends, plan
-
     q, k, v = unpack(inputs, layout)
-    problem = problems.build(q, k, v, terms, _split(kinds), causal, scale)
-    chosen = backends.load(plan.choose(problem, backend).backend)
+    problem, chosen = _prepared(problems.facts(q, k, v, terms), kinds, causal, scale, backend)
     return chosen.forward(problem, q, k, v, _padded(terms, q.dim()))
 
 
@@ -104,12 +114,8 @@ def _backward(
     lse_low: Tensor,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    from biasflash import backends, plan
-    from biasflash.backends.backend import Gradients
-
     q, k, v = unpack(inputs, layout)
-    problem = problems.build(q, k, v, terms, _split(kinds), causal, scale)
-    chosen = backends.load(plan.choose(problem, backend).backend)
+    problem, chosen = _prepared(problems.facts(q, k, v, terms), kinds, causal, scale, backend)
     buffers = [gradient_buffer(t) if want else None for t, want in zip([*inputs, *terms], wanted, strict=True)]
     head = buffers[: len(inputs)]
     if layout == "q,k,v":
@@ -157,45 +163,84 @@ def _backward_fake(
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
+# Written as autograd functions of a flat list of tensors: torch.library.register_autograd walks lists of tensors
+# through pytree, which costs more host time than everything else in a call together.
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, terms, ctx.kinds, ctx.layout, ctx.causal, ctx.scale, ctx.backend = inputs
-    ctx.counts = len(tensors), len(terms)
-    ctx.save_for_backward(*tensors, *terms, *output)
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
+class _Attend(torch.autograd.Function):
+    """``forward`` with ``backward`` as its derivative. Tensors are the inputs, then the terms."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: tuple[Any, ...], count: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            output: tuple[Tensor, Tensor, Tensor] = torch.ops.biasflash.forward(
+                list(tensors[:count]), list(tensors[count:]), *settings
+            )
+        ctx.settings, ctx.count = settings, count
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dlow: Tensor | None) -> tuple[Any, ...]:
+        wanted = list(ctx.needs_input_grad[2:])
+        if (dout is None and dlse is None) or not any(wanted):
+            return (None, None, *(None for _ in wanted))
+        saved = ctx.saved_tensors
+        inputs, terms = list(saved[: ctx.count]), list(saved[ctx.count : -3])
+        found = iter(torch.ops.biasflash.backward(dout, dlse, inputs, terms, *ctx.settings, *saved[-3:], wanted))
+        return (None, None, *(next(found) if want else None for want in wanted))
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dlow: Tensor | None) -> tuple[Any, ...]:
-    n_inputs, n_terms = ctx.counts
-    saved = ctx.saved_tensors
-    inputs, terms = list(saved[:n_inputs]), list(saved[n_inputs : n_inputs + n_terms])
-    wanted = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
-    if (dout is None and dlse is None) or not any(wanted):
-        return [None] * n_inputs, [None] * n_terms, None, None, None, None, None
-    shared = (inputs, terms, ctx.kinds, ctx.layout, ctx.causal, ctx.scale, ctx.backend)
-    found = iter(torch.ops.biasflash.backward(dout, dlse, *shared, *saved[-3:], wanted))
-    grads = [next(found) if want else None for want in wanted]
-    return grads[:n_inputs], grads[n_inputs:], None, None, None, None, None
+class _NoSecondDerivative(torch.autograd.Function):
+    """``backward``, whose own derivative is refused rather than silently zero."""
+
+    @staticmethod
+    def forward(ctx: Any, arguments: tuple[Any, ...], *_tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.biasflash.backward(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(
+            "biasflash computes first derivatives only; a second derivative (create_graph=True) was asked for. "
+            "torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH has one"
+        )
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    pass
+def _wants_graph(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise UnsupportedError(
-        "biasflash computes first derivatives only; a second derivative (create_graph=True) was asked for. "
-        "torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH has one"
-    )
+def _forward_autograd(inputs: list[Tensor], terms: list[Tensor], *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if _wants_graph([*inputs, *terms]):
+        attended: tuple[Tensor, Tensor, Tensor] = _Attend.apply(settings, len(inputs), *inputs, *terms)
+        return attended
+    with torch._C._AutoDispatchBelowAutograd():
+        output: tuple[Tensor, Tensor, Tensor] = torch.ops.biasflash.forward(inputs, terms, *settings)
+    return output
 
 
-for _name, _run, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
+def _backward_autograd(
+    dout: Tensor | None, dlse: Tensor | None, inputs: list[Tensor], terms: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    arguments = (dout, dlse, inputs, terms, *rest)
+    tensors = [dout, dlse, *inputs, *terms]
+    if _wants_graph(tensors):
+        return list(_NoSecondDerivative.apply(arguments, *(t for t in tensors if t is not None)))
+    with torch._C._AutoDispatchBelowAutograd():
+        found: list[Tensor] = torch.ops.biasflash.backward(*arguments)
+    return found
+
+
+for _name, _run, _fake, _autograd in (
+    ("forward", _forward, _forward_fake, _forward_autograd),
+    ("backward", _backward, _backward_fake, _backward_autograd),
+):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
+    _lib.impl(_name, _autograd, "Autograd")
     torch.library.register_fake(f"biasflash::{_name}", _fake, lib=_lib)
-torch.library.register_autograd("biasflash::forward", _differentiate, setup_context=_save, lib=_lib)
-torch.library.register_autograd("biasflash::backward", _refuse_second_derivative, setup_context=_save_nothing, lib=_lib)
 
 
 def attend(

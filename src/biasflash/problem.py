@@ -1,15 +1,16 @@
-"""One call as a noun: the axis table, every check a caller can fail, and the frozen ``Problem`` that layers below trust."""
+"""One call as a noun: the axis table, every check a caller can fail, the frozen ``Problem`` that layers below trust."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from biasflash.bias import KINDS
+from biasflash.bias import KINDS, Kind
 
 #: Axis legend of every tensor. ``*B`` is any number of leading batch axes; ``#`` marks an axis that may also be 1.
 AXES: dict[str, str] = {
@@ -28,6 +29,35 @@ AXES: dict[str, str] = {
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_WIDTH = 256
 CAUSAL = ("none", "bottom-right", "top-left")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """One public door in its caller's own words, so that every message speaks of what the caller wrote.
+
+    Attributes:
+        axes: argument -> axis legend, in the door's order of arguments.
+        layout: how the arguments hold q, k and v, in the operator's words.
+        heads_first: heads come before lengths, as torch lays attention out.
+        bias, scale: the arguments that hold biases and the factor on the products.
+        bool_bias_is_mask: a boolean tensor among the biases is a mask, not a mistake.
+        hint: what to try when the number of heads looks like a length.
+    """
+
+    axes: Mapping[str, str]
+    layout: str
+    heads_first: bool = False
+    bias: str = "bias"
+    scale: str = "scale"
+    bool_bias_is_mask: bool = False
+    hint: str = (
+        "layout is (*B, length, heads, width); "
+        "for (*B, heads, length, width) call biasflash.scaled_dot_product_attention"
+    )
+
+
+#: the library's own door
+ATTENTION = Door(axes={name: AXES[name] for name in ("q", "k", "v")}, layout="q,k,v")
 
 
 class UnsupportedError(NotImplementedError):
@@ -66,6 +96,18 @@ class Problem:
     scale: float
     trainable: tuple[bool, bool, bool]
 
+    def __hash__(self) -> int:
+        """Computed once: plans and launch tables look the same instance up several times a call."""
+        kept: int | None = self.__dict__.get("_hash")
+        if kept is None:
+            kept = hash(tuple(self.__dict__.values()))
+            object.__setattr__(self, "_hash", kept)
+        return kept
+
+    def __getstate__(self) -> dict[str, object]:
+        """The facts without the hash, which holds for this process only."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     @property
     def batch_size(self) -> int:
         return math.prod(self.batch)
@@ -84,7 +126,8 @@ class Problem:
         axes = f"*B={self.batch} M={self.M} N={self.N} Hq={self.Hq} Hkv={self.Hkv} D={self.D} Dv={self.Dv}"
         parts = [axes, f"{short(self.dtype)} on {self.device}"]
         parts += [
-            f"{KINDS[t.kind].argument} {t.shape} {short(t.dtype)}{' trained' if t.trainable else ''}" for t in self.terms
+            f"{KINDS[t.kind].argument} {t.shape} {short(t.dtype)}{' trained' if t.trainable else ''}"
+            for t in self.terms
         ]
         if self.causal_shift is not None:
             parts.append(f"causal j <= i + {self.causal_shift}")
@@ -113,13 +156,29 @@ def causal_shift(causal: str, M: int, N: int) -> int | None:
     return N - M if causal == "bottom-right" else 0
 
 
-def build(
-    q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor], kinds: Sequence[str], causal: str, scale: float | None
+#: shape and whether a gradient is wanted; for a term also its dtype
+Facts: TypeAlias = tuple[Any, ...]
+
+
+def facts(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]) -> tuple[Facts, Facts, torch.dtype, torch.device]:
+    """What ``assemble`` needs to know of the tensors: hashable, and quick to collect on every call."""
+    shapes = (q.shape, q.requires_grad), (k.shape, k.requires_grad), (v.shape, v.requires_grad)
+    return shapes, tuple([(t.shape, t.requires_grad, t.dtype) for t in terms]), q.dtype, q.device
+
+
+def assemble(
+    shapes: Facts,
+    term_facts: Facts,
+    dtype: torch.dtype,
+    device: torch.device,
+    kinds: Sequence[str],
+    causal: str,
+    scale: float | None,
 ) -> Problem:
-    """The ``Problem`` of tensors that passed ``check``."""
-    *batch, M, Hq, D = q.shape
-    N, Hkv, Dv = v.shape[-3:]
-    rank = len(batch) + 3
+    """The ``Problem`` of tensors that passed the checks, from their ``facts``."""
+    (q, q_trained), (k, k_trained), (v, v_trained) = shapes
+    *batch, M, Hq, D = q
+    N, Hkv, Dv = v[-3:]
     return Problem(
         batch=tuple(batch),
         M=M,
@@ -128,16 +187,23 @@ def build(
         Hkv=Hkv,
         D=D,
         Dv=Dv,
-        dtype=q.dtype,
-        device=q.device,
+        dtype=dtype,
+        device=device,
         terms=tuple(
-            Term(kind=kind, shape=(1,) * (rank - t.dim()) + tuple(t.shape), dtype=t.dtype, trainable=t.requires_grad)
-            for t, kind in zip(terms, kinds, strict=True)
+            Term(kind=kind, shape=(1,) * (len(q) - len(shape)) + tuple(shape), dtype=term_dtype, trainable=trained)
+            for kind, (shape, trained, term_dtype) in zip(kinds, term_facts, strict=True)
         ),
         causal_shift=causal_shift(causal, M, N),
         scale=D**-0.5 if scale is None else scale,
-        trainable=(q.requires_grad, k.requires_grad, v.requires_grad),
+        trainable=(q_trained, k_trained, v_trained),
     )
+
+
+def build(
+    q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor], kinds: Sequence[str], causal: str, scale: float | None
+) -> Problem:
+    """``assemble`` of the tensors' own facts."""
+    return assemble(*facts(q, k, v, terms), kinds, causal, scale)
 
 
 # ------------------------------------------------------------------------------------------------------ user checks
@@ -147,87 +213,122 @@ def _shape(t: Tensor) -> tuple[int, ...]:
     return tuple(t.shape)
 
 
-def check_tensor(name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of axes ({AXES.get(name, '')}), got {type(value).__name__}")
-    return value
+#: axis -> the first argument that has it, that tensor, and its size there
+Bound: TypeAlias = dict[str, tuple[str, Tensor, int]]
 
 
-def check_packed(name: str, packed: Tensor, count: int) -> None:
-    """A packed tensor has its ``count`` members on the third axis from the right."""
-    if packed.dim() < 4:
-        raise ValueError(f"{name} of shape {_shape(packed)} has too few axes: wanted ({AXES[name]})")
-    if packed.shape[-3] != count:
-        raise ValueError(
-            f"{name} of shape {_shape(packed)} must be ({AXES[name]}): the third axis from the right is "
-            f"{packed.shape[-3]}, wanted {count}"
-        )
+def check_tensors(door: Door, *values: object) -> list[Tensor]:
+    """The door's tensor arguments, every one a tensor."""
+    tensors = []
+    for (name, axes), value in zip(door.axes.items(), values, strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor of axes ({axes}), got {type(value).__name__}")
+        tensors.append(value)
+    return tensors
+
+
+def _listed(words: Sequence[str]) -> str:
+    """``["q", "k", "v"]`` -> ``q, k and v``."""
+    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
+
+
+def check_inputs(door: Door, tensors: Sequence[Tensor], *, grouped: bool = True) -> None:
+    """Shapes, dtypes and devices of a door's tensors against its axis legends; raises with the axis at fault.
+
+    Without ``grouped`` there must be as many key heads as query heads. Sizes may be symbols of a traced graph: they
+    are compared one by one, since ``in`` and ``==`` of containers would compare a symbol and a number by identity.
+    """
+    names, first = list(door.axes), tensors[0]
+    bound: Bound = {}
+    for (name, axes), t in zip(door.axes.items(), tensors, strict=True):
+        legend = axes.split()[1:]
+        lead = t.dim() - len(legend)
+        if lead < 0:
+            raise ValueError(f"{name} of shape {_shape(t)} has too few axes: wanted ({axes})")
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {short(t.dtype)}; accepted: {', '.join(short(d) for d in DTYPES)}")
+        if t.dtype != first.dtype:
+            found = ", ".join(short(t.dtype) for t in tensors)
+            raise TypeError(f"{_listed(names)} must share one dtype, got {found}; convert with .to({names[0]}.dtype)")
+        if t.device != first.device:
+            found = ", ".join(str(t.device) for t in tensors)
+            raise ValueError(f"{_listed(names)} must be on one device, got {found}")
+        batch = lead if t is first else batch
+        if lead != batch or any(t.shape[i] != first.shape[i] for i in range(batch)):
+            found = ", ".join(f"{n} {_shape(t)} = ({door.axes[n]})" for n, t in zip(names, tensors, strict=True))
+            raise ValueError(f"{_listed(names)} must have the same batch axes *B; got {found}")
+        for axis, size in zip(legend, t.shape[lead:], strict=True):
+            if axis.isdigit():
+                if size != int(axis):
+                    raise ValueError(
+                        f"{name} of shape {_shape(t)} must be ({axes}): the third axis from the right is {size}, "
+                        f"wanted {axis}"
+                    )
+                continue
+            other, o, wanted = bound.setdefault(axis, (name, t, size))
+            if size != wanted:
+                raise ValueError(
+                    f"{other} {_shape(o)} and {name} {_shape(t)} differ in axis {axis}: {wanted} and {size}"
+                )
+    _check_sizes(door, bound, grouped)
+
+
+def _check_sizes(door: Door, bound: Bound, grouped: bool) -> None:
+    """Numbers of heads and widths that a call can have."""
+    for axis in ("H", "Hkv"):
+        if axis in bound and bound[axis][2] == 0:
+            name, t, _ = bound[axis]
+            raise ValueError(f"{name} of shape {_shape(t)} has {axis} = 0; {axis} must be at least 1")
+    if "Hq" in bound:
+        (name, t, heads), (other, o, kv_heads) = bound["Hq"], bound["Hkv"]
+        found = f"{name} {_shape(t)} has Hq = {heads}, {other} {_shape(o)} has Hkv = {kv_heads}"
+        if not grouped and heads != kv_heads:
+            raise ValueError(f"{found}; pass enable_gqa=True for grouped heads")
+        if heads % kv_heads != 0:
+            raise ValueError(
+                f"the number of query heads must be a multiple of the number of key heads: {found} ({door.hint})"
+            )
+    for axis in ("D", "Dv"):
+        if axis in bound:
+            name, t, width = bound[axis]
+            if width < 1:
+                raise ValueError(f"{name} of shape {_shape(t)} has axis {axis} = 0; wanted 1 to {MAX_WIDTH}")
+            if width > MAX_WIDTH:
+                raise UnsupportedError(
+                    f"{name} of shape {_shape(t)} has axis {axis} = {width}; supported: 1 to {MAX_WIDTH}"
+                )
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, dtypes and devices of q, k and v against the axis table; raises with the axis at fault."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() < 3:
-            raise ValueError(f"{name} of shape {_shape(t)} has too few axes: wanted ({AXES[name]})")
-        if t.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {short(t.dtype)}; accepted: {', '.join(short(d) for d in DTYPES)}")
-    if not (q.dtype == k.dtype == v.dtype):
-        raise TypeError(
-            f"q, k and v must share one dtype, got {short(q.dtype)}, {short(k.dtype)}, {short(v.dtype)}; "
-            "convert with .to(q.dtype)"
-        )
-    if not (q.device == k.device == v.device):
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if q.dim() != k.dim() or q.dim() != v.dim() or q.shape[:-3] != k.shape[:-3] or q.shape[:-3] != v.shape[:-3]:
-        raise ValueError(
-            f"q, k and v must have the same batch axes *B; got q {_shape(q)} = ({AXES['q']}), "
-            f"k {_shape(k)} = ({AXES['k']}), v {_shape(v)} = ({AXES['v']})"
-        )
-    if k.shape[-3] != v.shape[-3]:
-        raise ValueError(f"k {_shape(k)} and v {_shape(v)} differ in axis N: {k.shape[-3]} and {v.shape[-3]}")
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"k {_shape(k)} and v {_shape(v)} differ in axis Hkv: {k.shape[-2]} and {v.shape[-2]}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q {_shape(q)} and k {_shape(k)} differ in axis D: {q.shape[-1]} and {k.shape[-1]}")
-    heads, kv_heads = q.shape[-2], k.shape[-2]
-    if kv_heads == 0 or heads % kv_heads != 0:
-        raise ValueError(
-            f"the number of query heads must be a multiple of the number of key heads: q {_shape(q)} has Hq = {heads}, "
-            f"k {_shape(k)} has Hkv = {kv_heads} (layout is (*B, length, heads, width); "
-            "for (*B, heads, length, width) call biasflash.scaled_dot_product_attention)"
-        )
-    for name, t, axis in (("q", q, "D"), ("v", v, "Dv")):
-        width = t.shape[-1]
-        if width < 1:
-            raise ValueError(f"{name} of shape {_shape(t)} has axis {axis} = 0; wanted 1 to {MAX_WIDTH}")
-        if width > MAX_WIDTH:
-            raise UnsupportedError(f"{name} of shape {_shape(t)} has axis {axis} = {width}; supported: 1 to {MAX_WIDTH}")
+    """``check_inputs`` of the library's own door."""
+    check_inputs(ATTENTION, (q, k, v))
 
 
-def check_term(name: str, term: Tensor, q: Tensor, keys: int) -> None:
+def check_term(name: str, term: Tensor, q: Tensor, keys: int, door: Door = ATTENTION) -> None:
     """A bias or mask must broadcast, right-aligned, to ``(*B, Hq, M, N)`` and live on q's device."""
     *batch, queries, heads, _ = q.shape
     full = (*batch, heads, queries, keys)
     if term.device != q.device:
-        raise ValueError(f"{name} is on {term.device}, q is on {q.device}; move it with .to(q.device)")
-    labels = tuple(f"B[{i}]" for i in range(len(batch))) + ("Hq", "M", "N")
+        owner = next(iter(door.axes))
+        raise ValueError(f"{name} is on {term.device}, {owner} is on {q.device}; move it with .to({owner}.device)")
     text = f"{name} of shape {_shape(term)} does not broadcast to (*B, Hq, M, N) = {full}"
-    if term.dim() > len(full):
-        raise ValueError(f"{text}: it has {term.dim()} axes, at most {len(full)} are possible")
     offset = len(full) - term.dim()
+    if offset < 0:
+        raise ValueError(f"{text}: it has {term.dim()} axes, at most {len(full)} are possible")
     for i in range(term.dim()):
         size, wanted = term.shape[i], full[offset + i]
-        if size not in (1, wanted):
+        if size != 1 and size != wanted:
+            axis = [*(f"B[{b}]" for b in range(len(batch))), "Hq", "M", "N"][offset + i]
             hint = ""
-            if term.dim() == len(full) - 1 and labels[offset + i] == "Hq":
+            if len(batch) == 1 and term.dim() == 3 and axis == "Hq":
                 hint = f"; for one {name} per batch item insert a head axis: {name}[:, None]"
-            elif name.startswith("mask") and term.dim() == 2 and len(full) > 2:
+            elif len(batch) == 1 and term.dim() == 2 and term.dtype == torch.bool:
                 hint = f"; for a (B, N) key mask write {name}[:, None, None, :]"
-            raise ValueError(f"{text}: axis {labels[offset + i]} is {size}, wanted 1 or {wanted}{hint}")
+            raise ValueError(f"{text}: axis {axis} is {size}, wanted 1 or {wanted}{hint}")
 
 
 def gather_terms(
-    bias: object, mask: object, q: Tensor, keys: int, *, bool_bias_is_mask: bool = False
+    bias: object, mask: object, q: Tensor, keys: int, door: Door = ATTENTION
 ) -> tuple[list[Tensor], list[str]]:
     """The flat list of score terms and their kinds, checked; ``bias`` and ``mask`` are None, a tensor, or lists."""
     terms: list[Tensor] = []
@@ -236,30 +337,39 @@ def gather_terms(
         given = bias if kind.argument == "bias" else mask
         if given is None:
             continue
+        argument = door.bias if kind.argument == "bias" else kind.argument
         several = isinstance(given, (list, tuple))
         for i, value in enumerate(given if isinstance(given, (list, tuple)) else [given]):
-            name = f"{kind.argument}[{i}]" if several else kind.argument
+            name = f"{argument}[{i}]" if several else argument
             if not isinstance(value, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor (or {kind.argument} a list of them), got {type(value).__name__}")
-            kind_name = kind.name
-            if kind.argument == "bias" and value.dtype == torch.bool:
-                if not bool_bias_is_mask:
-                    raise TypeError(f"{name} is boolean; pass it as mask= (True = may attend)")
-                kind_name = "keep"
-            elif value.dtype not in kind.dtypes:
-                accepted = ", ".join(short(d) for d in kind.dtypes)
-                hint = ""
-                if kind.argument == "mask":
-                    hint = (
-                        "; an additive float plane goes to bias="
-                        if value.is_floating_point()
-                        else f"; write {name} != 0 if non-zero means may attend"
-                    )
-                raise TypeError(f"{name} has dtype {short(value.dtype)}; accepted: {accepted}{hint}")
-            check_term(name, value, q, keys)
+                raise TypeError(
+                    f"{name} must be a torch.Tensor (or {argument} a list of them), got {type(value).__name__}"
+                )
+            kind_name = _kind_of(name, value, kind, door)
+            check_term(name, value, q, keys, door)
             terms.append(value)
             kinds.append(kind_name)
     return terms, kinds
+
+
+def _kind_of(name: str, value: Tensor, kind: Kind, door: Door) -> str:
+    """The kind that a tensor given as ``kind`` takes part as, by its dtype."""
+    may_be_mask = kind.argument == "bias" and door.bool_bias_is_mask
+    if value.dtype == torch.bool and kind.argument == "bias":
+        if not may_be_mask:
+            raise TypeError(f"{name} is boolean; pass it as mask= (True = may attend)")
+        return "keep"
+    if value.dtype not in kind.dtypes:
+        accepted = ", ".join(short(d) for d in kind.dtypes) + (", bool (True = may attend)" if may_be_mask else "")
+        hint = ""
+        if kind.argument == "mask":
+            hint = (
+                "; an additive float plane goes to bias="
+                if value.is_floating_point()
+                else f"; write {name} != 0 if non-zero means may attend"
+            )
+        raise TypeError(f"{name} has dtype {short(value.dtype)}; accepted: {accepted}{hint}")
+    return kind.name
 
 
 def check_causal(causal: object) -> str:
@@ -273,20 +383,32 @@ def check_causal(causal: object) -> str:
     raise ValueError(f'causal must be False, True (= "bottom-right"), "bottom-right" or "top-left", got {causal!r}')
 
 
-def check_scale(scale: object) -> float | None:
+def check_scale(scale: object, name: str = "scale") -> float | None:
+    """A finite number, or None; ``name`` is the argument's in the message."""
     if scale is None:
         return None
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number or None (= 1/sqrt(D)), got {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+        raise TypeError(f"{name} must be a number or None (= 1/sqrt(D)), got {type(scale).__name__}")
+    if not -math.inf < scale < math.inf:  # not math.isfinite: a traced graph holds scale as a symbol
+        raise ValueError(f"{name} must be finite, got {scale}")
     return float(scale)
+
+
+def _shown(value: object) -> str:
+    """A value in a message: tensors by dtype and shape, never by their elements."""
+    if isinstance(value, Tensor):
+        return f"{short(value.dtype)} tensor of shape {_shape(value)}"
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        return f"{type(value).__name__} of {', '.join(map(_shown, value))}"
+    return repr(value)
 
 
 def refuse_unbuilt(**options: object) -> None:
     """Options of the contract that no backend computes yet; each at its neutral value passes."""
     for name, value in options.items():
-        neutral = value is None or (name == "dropout_p" and value == 0.0)
+        if name == "dropout_p":
+            neutral, accepted = isinstance(value, (int, float)) and value == 0.0, "0.0"
+        else:
+            neutral, accepted = value is None, "None"
         if not neutral:
-            accepted = "0.0" if name == "dropout_p" else "None"
-            raise UnsupportedError(f"{name}={value!r} is not built yet; accepted: {name}={accepted}")
+            raise UnsupportedError(f"{name}={_shown(value)} is not built yet; accepted: {name}={accepted}")

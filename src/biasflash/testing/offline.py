@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from biasflash.backends.triton.operands import Launch
+from biasflash.backends.triton.plans import Recipe
+from biasflash.problem import Problem
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -65,14 +68,30 @@ def _describe(value: Any, path: tuple[int, ...], attributes: dict[tuple[int, ...
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def compile_launch(launch: Launch, capability: int) -> Compiled:
-    """Compile ``launch`` for an NVIDIA GPU of ``capability`` (80, 90, 100) without a GPU."""
+def meta_tensors(problem: Problem, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """A stand-in on the meta device for every slot a recipe of ``problem`` may name; only dtypes matter."""
+
+    def like(dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(1, dtype=dtype, device="meta")
+
+    tensors = {name: like(problem.dtype) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
+    tensors |= {name: like(torch.float32) for name in ("lse", "low", "dlse", *(name for name, _ in recipe.scratch))}
+    for i, term in enumerate(problem.terms):
+        tensors[f"bias{i}"] = like(torch.uint8 if term.dtype == torch.bool else term.dtype)
+        tensors[f"grad{i}"] = tensors[f"dense_grad{i}"] = like(term.dtype)
+    return tensors
+
+
+def compile_launch(launch: Launch, tensors: Mapping[str, torch.Tensor], capability: int) -> Compiled:
+    """Compile ``launch`` for an NVIDIA GPU of ``capability`` (80, 90, 100) without a GPU.
+
+    ``tensors`` fills its slots; ``meta_tensors`` makes them.
+    """
     kernel = launch.kernel
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
-    for i, parameter in enumerate(kernel.params):
-        value = launch.arguments[parameter.name]
+    for i, (parameter, value) in enumerate(zip(kernel.params, launch.values(tensors), strict=True)):
         if parameter.is_constexpr:
             signature[parameter.name] = "constexpr"
             constants[(i,)] = value

@@ -46,7 +46,10 @@ def objections(problem: Problem) -> tuple[str, ...]:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Launches go to the tensors' GPU, which need not be the current one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
 
 
 def describe(problem: Problem) -> tuple[str, ...]:
@@ -58,10 +61,10 @@ def describe(problem: Problem) -> tuple[str, ...]:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from biasflash.backends.triton import launch, operands
+    from biasflash.backends.triton import launch
 
     with _on(problem.device):
-        return launch.run_forward(problem, operands.device_facts(problem.device), q, k, v, terms)
+        return launch.run_forward(problem, q, k, v, terms)
 
 
 def backward(
@@ -77,9 +80,7 @@ def backward(
     lse: Tensor,
     lse_low: Tensor,
 ) -> None:
-    from biasflash.backends.triton import launch, operands
+    from biasflash.backends.triton import launch
 
     with _on(problem.device):
-        facts = operands.device_facts(problem.device)
-        statistics = launch.Statistics(lse=lse, low=lse_low, dlse=None if dlse is None else dlse.float().contiguous())
-        launch.run_backward(problem, facts, gradients, dout, statistics, q, k, v, terms, out)
+        launch.run_backward(problem, gradients, dout, dlse, q, k, v, terms, out, lse, lse_low)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -26,25 +24,30 @@ def code(value: int) -> int:
     return 2 * value + 3
 
 
-def term_strides(term: Tensor) -> list[int]:
+def term_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Strides of a padded term; 0 along axes of size 1, so that they broadcast."""
-    return [0 if size == 1 else stride for size, stride in zip(term.shape, term.stride(), strict=True)]
+    return [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
 
 
-def rows_first(t: Tensor) -> list[int]:
+def rows_first(strides: Sequence[int]) -> list[int]:
     """Strides of ``(*B, length, heads, width)`` in the kernels' order ``(*B, head, row, column)``."""
-    *batch, row, head, column = t.stride()
+    *batch, row, head, column = strides
     return [*batch, head, row, column]
 
 
-def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Strides of a contiguous array of this shape; 0 along axes of size 1."""
+def plain_strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous array of this shape."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
-        strides.append(0 if size == 1 else step)
-        step *= size
+        strides.append(step)
+        step *= max(size, 1)
     return strides[::-1]
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """``plain_strides`` with 0 along axes of size 1, so that they broadcast."""
+    return term_strides(shape, plain_strides(shape))
 
 
 def merge_batch(batch: Sequence[int], strides: dict[str, list[int]]) -> tuple[tuple[int, ...], dict[str, list[int]]]:
@@ -73,9 +76,12 @@ def merge_batch(batch: Sequence[int], strides: dict[str, list[int]]) -> tuple[tu
 
 
 def view(strides: Sequence[int], itemsize: int, width: int, aligned: bool) -> View:
-    """The ``View`` of a tensor whose last axis has ``width`` elements; ``aligned``: it starts at a multiple of 16 bytes."""
+    """The ``View`` of a tensor whose last axis has ``width`` elements.
+
+    ``aligned``: it starts at a multiple of 16 bytes. A last stride of 0 is a broadcast axis, along which nothing moves.
+    """
     *outer, last = strides
-    if last != 1 and width > 1:
+    if last not in (0, 1) and width > 1:
         vec = 0
     else:
         full = 16 // itemsize

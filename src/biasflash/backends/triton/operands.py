@@ -1,10 +1,10 @@
-"""The tensors of one call as kernels take them, and one kernel launch written down."""
+"""The tensors of one call as kernels take them, and one kernel launch written down without any tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from biasflash.tile import score
 #: a bias plane above this no longer stays in the L2 cache while batch items come by one after the other
 L2_PLANE_BYTES = 16 * 2**20
 _APPLY = {"dense": score.add_dense, "keep": score.keep_only}
+_KEY_SIDE = ("k", "v", "dk", "dv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,9 @@ class Device:
     multiprocessors: int
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_facts(device: torch.device) -> Device:
-    if device.type != "cuda":  # the interpreter: an H200's figures
+    if device.type != "cuda" or not torch.cuda.is_available():  # interpreted or only explained: an H200's figures
         return Device(shared_memory=232448, multiprocessors=132)
     found = torch.cuda.get_device_properties(device)
     return Device(
@@ -41,9 +42,27 @@ def device_facts(device: torch.device) -> Device:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Layout:
+    """All that a plan knows of a tensor: torch's strides, and whether it starts at a multiple of 16 bytes."""
+
+    strides: tuple[int, ...]
+    aligned: bool
+
+
+class Slot(str):
+    """The name of a tensor that a launch gets when it runs."""
+
+    __slots__ = ()
+
+
+@dataclass(kw_only=True)
 class Launch:
-    """One kernel launch written down: grid, arguments by name, tile, and the reason for the tile."""
+    """One kernel launch written down: grid, arguments by name (tensors as ``Slot``), tile, and the reason for the tile.
+
+    Running it for the first time compiles the kernel; after that it goes straight to the compiled one, which spares
+    Triton's look at every argument (alignment and integer types are facts of the plan, so they cannot differ).
+    """
 
     kernel: Any
     grid: int
@@ -53,55 +72,80 @@ class Launch:
     registers: int | None = None
     tile: TileConfig | None = None
     why: str = ""
+    _compiled: Any = field(default=None, repr=False)
 
-    def run(self) -> None:
+    def values(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+        """Arguments in the kernel's order, slots filled."""
+        filled = []
+        for value in self.arguments.values():
+            if isinstance(value, Slot):
+                filled.append(tensors[value])
+            elif isinstance(value, tuple) and value and isinstance(value[0], Slot):
+                filled.append(tuple(tensors[slot] for slot in value))
+            else:
+                filled.append(value)
+        return filled
+
+    def run(self, tensors: Mapping[str, Tensor]) -> None:
         if self.grid == 0:
+            return
+        values = self.values(tensors)
+        if self._compiled is not None:
+            self._compiled[(self.grid, 1, 1)](*values)
             return
         options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
         if self.registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.registers
-        self.kernel[(self.grid,)](**self.arguments, **options)
+        self._compiled = self.kernel[(self.grid,)](*values, **options)
 
     def __str__(self) -> str:
         name = self.kernel.__name__.removesuffix("_kernel")
         return f"{name}: {self.grid} programs" + (f" of {self.tile} ({self.why})" if self.tile else "")
 
 
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+def padded(width: int) -> int:
+    """The power of two, at least 16, that a width is computed in."""
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 class Operands:
-    """The tensors of one call as kernels take them; views of all of them share the merged batch axes."""
+    """Views of all tensors of one call; they share the merged batch axes.
 
-    def __init__(self, problem: Problem, device: Device, tensors: dict[str, Tensor], terms: Sequence[Tensor]) -> None:
-        """``tensors`` are ``(*B, length, heads, width)``, except names starting with ``grad``: gradients of terms."""
+    ``rows`` are ``(*B, length, heads, width)`` tensors by name, ``terms`` the padded terms in order, ``grads`` the
+    gradients of terms by name.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        rows: Mapping[str, Layout],
+        terms: Sequence[Layout],
+        grads: Mapping[str, Layout] | None = None,
+    ) -> None:
         self.problem, self.device = problem, device
-        self.terms = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in terms]
-        self.tensors = tensors
-        strides = {
-            n: geometry.term_strides(t) if n.startswith("grad") else geometry.rows_first(t) for n, t in tensors.items()
-        }
-        strides |= {f"bias{i}": geometry.term_strides(t) for i, t in enumerate(self.terms)}
+        strides: dict[str, list[int]] = {}
+        facts: dict[str, tuple[int, int, bool]] = {}  # name -> itemsize, width, aligned
+        for name, layout in rows.items():
+            strides[name] = geometry.rows_first(layout.strides)
+            width = problem.D if name in ("q", "k", "dq", "dk") else problem.Dv
+            facts[name] = problem.dtype.itemsize, width, layout.aligned
+        named = [(f"bias{i}", layout, problem.terms[i]) for i, layout in enumerate(terms)]
+        named += [(name, layout, problem.terms[int(name[4:])]) for name, layout in (grads or {}).items()]
+        for name, layout, term in named:
+            strides[name] = geometry.term_strides(term.shape, layout.strides)
+            facts[name] = term.dtype.itemsize, term.shape[-1], layout.aligned
         self.sizes, merged = geometry.merge_batch(problem.batch, strides)
-        self.views = {name: self._view(name, s) for name, s in merged.items()}
-        self.term_views = [self.views[f"bias{i}"] for i in range(len(self.terms))]
-
-    def _view(self, name: str, strides: list[int]) -> View:
-        t = self.terms[int(name[4:])] if name.startswith("bias") else self.tensors[name]
-        return geometry.view(strides, t.element_size(), t.shape[-1], t.data_ptr() % 16 == 0)
+        self.views = {name: geometry.view(s, *facts[name]) for name, s in merged.items()}
+        self.term_views = [self.views[f"bias{i}"] for i in range(len(terms))]
 
     def _extent(self, name: str, first_axis: int) -> int:
         """Elements spanned by the axes from ``first_axis`` on; -2 is one head's plane."""
         p = self.problem
-        rows, columns = p.N if name in ("k", "v", "dk", "dv") else p.M, max(p.D, p.Dv)
-        if name.startswith(("bias", "grad")):
-            columns = p.N
-        heads = p.Hkv if name in ("k", "v", "dk", "dv") else p.Hq
+        rows, heads = (p.N, p.Hkv) if name in _KEY_SIDE else (p.M, p.Hq)
+        columns = p.N if name.startswith(("bias", "grad")) else max(p.D, p.Dv)
         sizes = (*self.sizes, heads, rows, columns)[first_axis:]
-        return sum(
-            (size - 1) * stride for size, stride in zip(sizes, self.views[name].strides[first_axis:], strict=True)
-        )
+        return sum((n - 1) * s for n, s in zip(sizes, self.views[name].strides[first_axis:], strict=True))
 
     @cached_property
     def has_dense(self) -> bool:
@@ -109,9 +153,9 @@ class Operands:
 
     @cached_property
     def hides_keys(self) -> bool:
-        return any(
-            t.kind == "keep" and v.strides[-2] == 0 for t, v in zip(self.problem.terms, self.term_views, strict=True)
-        )
+        """Whether some mask is the same for all queries: the keys it hides may hold anything."""
+        views = zip(self.problem.terms, self.term_views, strict=True)
+        return any(t.kind == "keep" and v.strides[-2] == 0 for t, v in views)
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
@@ -127,7 +171,7 @@ class Operands:
             "batch": p.batch_size,
             "shift": 0 if p.causal_shift is None else p.causal_shift,
             "scale": p.scale,
-            "term_ptrs": tuple(self.terms),
+            "term_ptrs": tuple(Slot(f"bias{i}") for i in range(len(p.terms))),
             "term_strides": tuple(v.codes for v in self.term_views),
         }
 
@@ -137,6 +181,7 @@ class Operands:
         p = self.problem
         pair = p.dtype == torch.float32
         highest = torch.get_float32_matmul_precision() == "highest"
+        read = [n for n in self.views if not n.startswith("grad")]
         return {
             "TERMS": tuple(
                 (_APPLY[t.kind], v.strides[-2] != 0, v.strides[-1] != 0, v.vec, t.kind == "keep")
@@ -144,11 +189,10 @@ class Operands:
             ),
             "D": p.D,
             "DV": p.Dv,
-            "BLOCK_D": _padded(p.D),
-            "BLOCK_DV": _padded(p.Dv),
+            "BLOCK_D": padded(p.D),
+            "BLOCK_DV": padded(p.Dv),
             "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
-            "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31
-            or any(self._extent(n, 0) >= 2**31 for n in self.views if not n.startswith("grad")),
+            "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31 or any(self._extent(n, 0) >= 2**31 for n in read),
             "EVEN_N": bool(p.terms) and p.N % 16 == 0,
             "IS_CAUSAL": p.causal_shift is not None,
             "IS_GROUPED": p.Hq != p.Hkv,
@@ -164,21 +208,21 @@ class Operands:
     @cached_property
     def order(self) -> str:
         """Which programs run side by side (see ``tile.span.place``)."""
-        shared = [
-            t
-            for t, v in zip(self.terms, self.term_views, strict=True)
+        p = self.problem
+        planes = [
+            p.M * p.N * t.dtype.itemsize
+            for t, v in zip(p.terms, self.term_views, strict=True)
             if v.strides[-1] != 0 and v.strides[-2] != 0 and not any(v.strides[:-3])
         ]
-        if not shared or self.problem.batch_size == 1:
+        if not planes or p.batch_size == 1:
             return "tile,head,batch"
-        plane = max(t.shape[-1] * t.shape[-2] * t.element_size() for t in shared)
-        return "batch,tile,head" if plane > L2_PLANE_BYTES else "tile,batch,head"
+        return "batch,tile,head" if max(planes) > L2_PLANE_BYTES else "tile,batch,head"
 
     def tile(self, kernel: str) -> tuple[TileConfig, str]:
         p = self.problem
         facts = config.Facts(
             kernel=kernel,
-            width=max(_padded(p.D), _padded(p.Dv)),
+            width=max(padded(p.D), padded(p.Dv)),
             itemsize=p.dtype.itemsize,
             has_dense=self.has_dense,
             shared_memory=self.device.shared_memory,
@@ -189,19 +233,18 @@ class Operands:
     def launch(
         self, kernel: Any, rule: str, names: Sequence[str], programs: Callable[[TileConfig], int], **own: Any
     ) -> Launch:
-        """The record of one launch: tensors ``names`` become ``x_ptr``, ``x_strides`` and ``X_VEC``; ``own`` comes on top.
+        """The record of one launch: tensors ``names`` become ``x_ptr``, ``x_strides`` and ``X_VEC``; ``own`` is added.
 
-        ``programs(tile)`` is the grid. Arguments the kernel does not declare are left out.
+        ``programs(tile)`` is the grid. Arguments that the kernel does not declare are left out.
         """
-        tile, why = self.tile(rule)
         p = self.problem
+        tile, why = self.tile(rule)
         given: dict[str, Any] = {**self.numbers, **self.constants}
         given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": tile.block_n > p.N}
         for name in names:
-            given[f"{name}_ptr"] = self.tensors[name]
-            given[f"{name}_strides"] = self.views[name].codes
-            given[f"{name.upper()}_VEC"] = self.views[name].vec
+            view: View = self.views[name]
+            given |= {f"{name}_ptr": Slot(name), f"{name}_strides": view.codes, f"{name.upper()}_VEC": view.vec}
         given |= own
         return Launch(
             kernel=kernel,
