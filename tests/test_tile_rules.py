@@ -1,0 +1,114 @@
+"""Tile rules: every supported problem has a tile on every supported GPU, and no rule stands where none reaches it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="tile rules belong to the Triton backend")
+
+from biasflash.backends.triton import config
+from biasflash.backends.triton.config import RULES, Facts, Rule, TileConfig, choose_tile, shared_bytes, shrink
+from biasflash.problem import MAX_WIDTH
+
+KERNELS = ("forward", "delta", "dkdv", "dq", "dq_from_ds", "dbias")
+WIDTHS = (16, 32, 64, 128, 256)
+#: shared memory that one program may take: consumer GPUs, A100, H100 and B200
+SMALL, MIDDLE, LARGE = 99 * 1024, 163 * 1024, 227 * 1024
+
+EVERYTHING = [
+    Facts(kernel=kernel, width=width, itemsize=itemsize, has_dense=dense, shared_memory=memory)
+    for kernel, width, itemsize, dense, memory in itertools.product(
+        KERNELS, WIDTHS, (2, 4), (False, True), (SMALL, MIDDLE, LARGE)
+    )
+]
+
+
+def rule_of(facts: Facts) -> Rule:
+    tile, why = choose_tile(facts)
+    return next(r for r in RULES if r.kernel == facts.kernel and (r.tile, r.why) == (tile, why))
+
+
+def chosen(*memories: int) -> set[Rule]:
+    """The rules that problems reach on GPUs of this much shared memory."""
+    return {rule_of(facts) for facts in EVERYTHING if facts.shared_memory in memories}
+
+
+def test_the_walk_covers_what_is_supported() -> None:
+    assert max(WIDTHS) == MAX_WIDTH
+    assert {rule.kernel for rule in RULES} == set(KERNELS)
+
+
+@pytest.mark.parametrize("facts", EVERYTHING, ids=str)
+def test_a_tile_is_found_and_fits(facts: Facts) -> None:
+    tile, why = choose_tile(facts)
+    assert shared_bytes(facts, tile) <= facts.shared_memory
+    assert why
+
+
+def test_a_request_that_no_tile_fits_is_refused_with_the_nearest_rule() -> None:
+    facts = Facts(kernel="forward", width=256, itemsize=4, has_dense=True, shared_memory=1024)
+    with pytest.raises(LookupError, match=r"no tile rule fits .*the nearest is Rule\(kernel='forward'"):
+        choose_tile(facts)
+
+
+def test_every_rule_is_reached() -> None:
+    unreached = [rule for rule in RULES if rule not in chosen(SMALL, MIDDLE, LARGE)]
+    assert not unreached, f"never chosen: {unreached}"
+
+
+def test_rules_for_less_shared_memory_say_so() -> None:
+    """A rule that the largest GPUs never reach is a fall-back: its reason names the memory that it fits, truthfully."""
+    for rule in RULES:
+        claim = re.fullmatch(r"fits (\d+) KiB of shared memory", rule.why)
+        if claim is not None:
+            assert rule in chosen(int(claim[1]) * 1024), rule
+        else:
+            assert rule in chosen(LARGE), rule
+
+
+@pytest.mark.parametrize(("kernel", "itemsize"), list(itertools.product(KERNELS, (2, 4))))
+def test_rules_stand_in_order_of_width(kernel: str, itemsize: int) -> None:
+    widths = [rule.max_width for rule in RULES if (rule.kernel, rule.itemsize) == (kernel, itemsize)]
+    assert widths == sorted(widths)
+    assert widths[-1] == MAX_WIDTH
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.kernel} {r.max_width} {r.itemsize} {r.tile}")
+def test_tiles_are_what_kernels_can_take(rule: Rule) -> None:
+    tile = rule.tile
+    for side in (tile.block_m, tile.block_n):
+        assert side >= 16, "tensor cores take tiles of 16 and more"
+        assert side & (side - 1) == 0, "a power of two"
+    assert tile.warps in (1, 2, 4, 8)
+    assert tile.stages >= 1
+    if tile.registers is not None:
+        assert tile.registers % 8 == 0, "registers are handed out in eights"
+        assert tile.registers * 32 * tile.warps <= 65536, "the register file of a multiprocessor"
+
+
+@pytest.mark.parametrize(("M", "N"), list(itertools.product((1, 5, 16, 17, 33, 64, 65, 128, 4096), repeat=2)))
+def test_shrunk_tiles_hold_short_axes_and_no_more(M: int, N: int) -> None:
+    for tile in {rule.tile for rule in RULES}:
+        small = shrink(tile, M, N)
+        for side, full, length in ((small.block_m, tile.block_m, M), (small.block_n, tile.block_n, N)):
+            assert 16 <= side <= full
+            assert side & (side - 1) == 0
+            assert side == full or length <= side < max(2 * length, 32)
+        if (small.block_m, small.block_n) == (tile.block_m, tile.block_n):
+            assert small == tile
+        else:
+            assert small.registers is None, "a cap measured for another tile means nothing"
+            assert small.warps <= tile.warps
+            assert small.stages == tile.stages
+
+
+def test_deciding_is_pure() -> None:
+    """The same facts give the same tile; nothing is measured at call time."""
+    assert [choose_tile(f) for f in EVERYTHING] == [choose_tile(f) for f in EVERYTHING]
+    assert isinstance(config.RULES, tuple)
+    for rule in RULES:
+        assert isinstance(rule.tile, TileConfig)
+        assert hash(rule) == hash(rule)
