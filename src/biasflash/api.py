@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -10,12 +11,46 @@ from torch import Tensor
 
 from biasflash import ops, plan, problem
 from biasflash.plan import Explanation
+from biasflash.problem import ATTENTION, AXES, Door
 
 Terms: TypeAlias = Tensor | Sequence[Tensor] | None
 
+QKVPACKED = Door(axes={"qkv": AXES["qkv"]}, layout="qkv")
+KVPACKED = Door(axes={"q": AXES["q"], "kv": AXES["kv"]}, layout="q,kv")
+TORCH = Door(
+    axes={"query": "*B Hq M D", "key": "*B Hkv N D", "value": "*B Hkv N Dv"},
+    layout="q,k,v",
+    heads_first=True,
+    bias="attn_mask",
+    bool_bias_is_mask=True,
+    hint="layout is (*B, heads, length, width); for (*B, length, heads, width) call biasflash.attention",
+)
+HISTORIC = dataclasses.replace(ATTENTION, scale="sm_scale", bool_bias_is_mask=True)
+HISTORIC_QKVPACKED = dataclasses.replace(QKVPACKED, scale="sm_scale", bool_bias_is_mask=True)
+
+
+def _shown(value: object) -> str:
+    """A value in a message: tensors by dtype and shape, never by their elements."""
+    if isinstance(value, Tensor):
+        return f"{problem.short(value.dtype)} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        return f"{type(value).__name__} of {', '.join(map(_shown, value))}"
+    return repr(value)
+
+
+def _refuse_unbuilt(**options: object) -> None:
+    """Options of the contract that no backend computes yet; each at its neutral value passes."""
+    for name, value in options.items():
+        if name == "dropout_p":
+            neutral, accepted = isinstance(value, (int, float)) and value == 0.0, "0.0"
+        else:
+            neutral, accepted = value is None, "None"
+        if not neutral:
+            raise problem.UnsupportedError(f"{name}={_shown(value)} is not built yet; accepted: {name}={accepted}")
+
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Under ``torch.autocast`` q, k and v go to the region's dtype, as torch's own attention takes them; biases stay."""
+    """Under ``torch.autocast`` q, k and v go to the region's dtype, as in torch's own attention; biases stay."""
     device = tensors[0].device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -24,23 +59,25 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def _call(
-    inputs: list[Tensor],
-    layout: str,
+    door: Door,
+    tensors: list[Tensor],
     bias: Terms,
     mask: Terms,
     causal: bool | str,
     scale: float | None,
-    return_lse: bool,
-    backend: str | None,
-    bool_bias_is_mask: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    grouped: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     plan.check_backend(backend)
-    inputs = _autocast(*inputs)
-    q, k, v = ops.unpack(inputs, layout)
-    problem.check_qkv(q, k, v)
-    terms, kinds = problem.gather_terms(bias, mask, q, k.shape[-3], bool_bias_is_mask=bool_bias_is_mask)
-    alignment, scale = problem.check_causal(causal), problem.check_scale(scale)
-    out, lse = ops.attend(inputs, terms, kinds, layout, alignment, scale, backend)
+    inputs = _autocast(*tensors)
+    problem.check_inputs(door, inputs, grouped=grouped)
+    if door.heads_first:
+        inputs = [t.transpose(-3, -2) for t in inputs]
+    q, k, _ = ops.unpack(inputs, door.layout)
+    terms, kinds = problem.gather_terms(bias, mask, q, k.shape[-3], door)
+    alignment, scale = problem.check_causal(causal), problem.check_scale(scale, door.scale)
+    out, lse = ops.attend(inputs, terms, kinds, door.layout, alignment, scale, backend)
     return (out, lse) if return_lse else out
 
 
@@ -92,11 +129,9 @@ def attention(
         ValueError: shapes, devices or values that do not fit, named axis by axis.
         UnsupportedError: meaningful, but not built.
     """
-    problem.refuse_unbuilt(
-        window=window, softcap=softcap, sinks=sinks, dropout_p=dropout_p, q_lens=q_lens, kv_lens=kv_lens
-    )
-    inputs = [problem.check_tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
-    return _call(inputs, "q,k,v", bias, mask, causal, scale, return_lse, backend)
+    _refuse_unbuilt(window=window, softcap=softcap, sinks=sinks, dropout_p=dropout_p, q_lens=q_lens, kv_lens=kv_lens)
+    tensors = problem.check_tensors(ATTENTION, q, k, v)
+    return _call(ATTENTION, tensors, bias, mask, causal, scale, return_lse, backend)
 
 
 def attention_qkvpacked(
@@ -113,8 +148,8 @@ def attention_qkvpacked(
 
     The other arguments, the results and the errors are those of ``attention`` with ``M = N = L`` and ``Hq = Hkv = H``.
     """
-    problem.check_packed("qkv", problem.check_tensor("qkv", qkv), 3)
-    return _call([qkv], "qkv", bias, mask, causal, scale, return_lse, backend)
+    tensors = problem.check_tensors(QKVPACKED, qkv)
+    return _call(QKVPACKED, tensors, bias, mask, causal, scale, return_lse, backend)
 
 
 def attention_kvpacked(
@@ -132,9 +167,8 @@ def attention_kvpacked(
 
     The other arguments, the results and the errors are those of ``attention`` with ``Dv = D``.
     """
-    problem.check_tensor("q", q)
-    problem.check_packed("kv", problem.check_tensor("kv", kv), 2)
-    return _call([q, kv], "q,kv", bias, mask, causal, scale, return_lse, backend)
+    tensors = problem.check_tensors(KVPACKED, q, kv)
+    return _call(KVPACKED, tensors, bias, mask, causal, scale, return_lse, backend)
 
 
 def scaled_dot_product_attention(
@@ -152,18 +186,12 @@ def scaled_dot_product_attention(
     A boolean ``attn_mask`` keeps where True, a float one is added and may require a gradient; ``is_causal`` is
     top-left, as torch's is. Unlike torch, mask and ``is_causal`` may be combined, and a row that sees nothing is zero.
     """
-    problem.refuse_unbuilt(dropout_p=dropout_p)
-    tensors = [problem.check_tensor(n, t) for n, t in (("query", query), ("key", key), ("value", value))]
-    for name, t in zip(("query", "key", "value"), tensors, strict=True):
-        if t.dim() < 3:
-            raise ValueError(f"{name} of shape {tuple(t.shape)} has too few axes: wanted (*B, heads, length, width)")
-    if not enable_gqa and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            f"query has {query.shape[-3]} heads and key has {key.shape[-3]}; pass enable_gqa=True for grouped heads"
-        )
-    inputs = [t.transpose(-3, -2) for t in tensors]
+    _refuse_unbuilt(dropout_p=dropout_p)
+    tensors = problem.check_tensors(TORCH, query, key, value)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True (top-left) or False, got {type(is_causal).__name__}")
     causal = "top-left" if is_causal else False
-    out = _call(inputs, "q,k,v", attn_mask, None, causal, scale, False, None, bool_bias_is_mask=True)
+    out = _call(TORCH, tensors, attn_mask, None, causal, scale, grouped=enable_gqa)
     assert isinstance(out, Tensor)
     return out.transpose(-3, -2)
 
@@ -177,8 +205,7 @@ def flash_attention_fn(
     sm_scale: float | None = None,
 ) -> Tensor:
     """Historic name, kept for good: ``attention`` with positional arguments; a boolean ``bias`` is a mask."""
-    inputs = [problem.check_tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
-    out = _call(inputs, "q,k,v", bias, None, causal, sm_scale, False, None, bool_bias_is_mask=True)
+    out = _call(HISTORIC, problem.check_tensors(HISTORIC, q, k, v), bias, None, causal, sm_scale)
     assert isinstance(out, Tensor)
     return out
 
@@ -187,8 +214,8 @@ def flash_attention_qkvpacked_fn(
     qkv: Tensor, bias: Tensor | None = None, causal: bool | str = False, sm_scale: float | None = None
 ) -> Tensor:
     """Historic name, kept for good: ``attention_qkvpacked`` with positional arguments; a boolean ``bias`` is a mask."""
-    problem.check_packed("qkv", problem.check_tensor("qkv", qkv), 3)
-    out = _call([qkv], "qkv", bias, None, causal, sm_scale, False, None, bool_bias_is_mask=True)
+    tensors = problem.check_tensors(HISTORIC_QKVPACKED, qkv)
+    out = _call(HISTORIC_QKVPACKED, tensors, bias, None, causal, sm_scale)
     assert isinstance(out, Tensor)
     return out
 
@@ -206,7 +233,7 @@ def explain(
 ) -> Explanation:
     """Which backend ``attention`` would take for these arguments, which tiles, and why the others were passed over."""
     plan.check_backend(backend)
-    q, k, v = (problem.check_tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v)))
+    q, k, v = problem.check_tensors(ATTENTION, q, k, v)
     problem.check_qkv(q, k, v)
     terms, kinds = problem.gather_terms(bias, mask, q, k.shape[-3])
     alignment, scale = problem.check_causal(causal), problem.check_scale(scale)

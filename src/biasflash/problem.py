@@ -176,7 +176,7 @@ def assemble(
     scale: float | None,
 ) -> Problem:
     """The ``Problem`` of tensors that passed the checks, from their ``facts``."""
-    (q, q_trained), (k, k_trained), (v, v_trained) = shapes
+    (q, q_trained), (_, k_trained), (v, v_trained) = shapes
     *batch, M, Hq, D = q
     N, Hkv, Dv = v[-3:]
     return Problem(
@@ -239,6 +239,7 @@ def check_inputs(door: Door, tensors: Sequence[Tensor], *, grouped: bool = True)
     are compared one by one, since ``in`` and ``==`` of containers would compare a symbol and a number by identity.
     """
     names, first = list(door.axes), tensors[0]
+    batch = first.dim() - len(door.axes[names[0]].split()) + 1
     bound: Bound = {}
     for (name, axes), t in zip(door.axes.items(), tensors, strict=True):
         legend = axes.split()[1:]
@@ -253,7 +254,6 @@ def check_inputs(door: Door, tensors: Sequence[Tensor], *, grouped: bool = True)
         if t.device != first.device:
             found = ", ".join(str(t.device) for t in tensors)
             raise ValueError(f"{_listed(names)} must be on one device, got {found}")
-        batch = lead if t is first else batch
         if lead != batch or any(t.shape[i] != first.shape[i] for i in range(batch)):
             found = ", ".join(f"{n} {_shape(t)} = ({door.axes[n]})" for n, t in zip(names, tensors, strict=True))
             raise ValueError(f"{_listed(names)} must have the same batch axes *B; got {found}")
@@ -317,7 +317,7 @@ def check_term(name: str, term: Tensor, q: Tensor, keys: int, door: Door = ATTEN
         raise ValueError(f"{text}: it has {term.dim()} axes, at most {len(full)} are possible")
     for i in range(term.dim()):
         size, wanted = term.shape[i], full[offset + i]
-        if size != 1 and size != wanted:
+        if size != 1 and size != wanted:  # one by one, as in check_inputs
             axis = [*(f"B[{b}]" for b in range(len(batch))), "Hq", "M", "N"][offset + i]
             hint = ""
             if len(batch) == 1 and term.dim() == 3 and axis == "Hq":
@@ -392,23 +392,3 @@ def check_scale(scale: object, name: str = "scale") -> float | None:
     if not -math.inf < scale < math.inf:  # not math.isfinite: a traced graph holds scale as a symbol
         raise ValueError(f"{name} must be finite, got {scale}")
     return float(scale)
-
-
-def _shown(value: object) -> str:
-    """A value in a message: tensors by dtype and shape, never by their elements."""
-    if isinstance(value, Tensor):
-        return f"{short(value.dtype)} tensor of shape {_shape(value)}"
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-        return f"{type(value).__name__} of {', '.join(map(_shown, value))}"
-    return repr(value)
-
-
-def refuse_unbuilt(**options: object) -> None:
-    """Options of the contract that no backend computes yet; each at its neutral value passes."""
-    for name, value in options.items():
-        if name == "dropout_p":
-            neutral, accepted = isinstance(value, (int, float)) and value == 0.0, "0.0"
-        else:
-            neutral, accepted = value is None, "None"
-        if not neutral:
-            raise UnsupportedError(f"{name}={_shown(value)} is not built yet; accepted: {name}={accepted}")

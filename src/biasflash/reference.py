@@ -6,7 +6,7 @@ lse = -inf and zero to every gradient; a finite bias, however low, never hides a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,23 +36,19 @@ def weights(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention weights ``*B Hq M N``, ``lse *B Hq M``, and keys and values as the heads see them, ``*B Hq N D | Dv``.
 
-    Keys and values that no query may see (a mask that does not vary over queries) are cleared, so that a NaN stored
-    there cannot leak as 0 x NaN.
+    What no pair may read is cleared before the products, so that a NaN stored there cannot leak as 0 x NaN, forward or
+    backward: keys and values that no query sees, and queries that see nothing.
     """
     group = q.shape[-2] // k.shape[-2]
-    q = q.transpose(-3, -2)  # *B Hq M D
-    k = k.transpose(-3, -2).repeat_interleave(group, dim=-3)  # *B Hq N D
-    v = v.transpose(-3, -2).repeat_interleave(group, dim=-3)  # *B Hq N Dv
+    hidden = hidden_pairs(q, k, terms, kinds, shift)
+    unseen = hidden.all(-2).unsqueeze(-1)  # #*B #Hq #N 1
+    q = q.transpose(-3, -2).masked_fill(hidden.all(-1, keepdim=True), 0.0)  # *B Hq M D
+    k = k.transpose(-3, -2).repeat_interleave(group, dim=-3).masked_fill(unseen, 0.0)  # *B Hq N D
+    v = v.transpose(-3, -2).repeat_interleave(group, dim=-3).masked_fill(unseen, 0.0)  # *B Hq N Dv
     s = (q @ k.transpose(-1, -2)) * scale  # *B Hq M N
-    unseen = torch.zeros((), dtype=torch.bool, device=q.device)
     for term, kind in zip(terms, kinds, strict=True):
         s = KINDS[kind].apply(s, term)
-        if kind == "keep" and (term.dim() < 2 or term.shape[-2] == 1 or term.stride(-2) == 0):
-            unseen = unseen | ~(term.unsqueeze(-1) if term.dim() < 2 else term[..., :1, :].transpose(-1, -2))
-    k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    if shift is not None:
-        i = torch.arange(s.shape[-2], device=s.device)[:, None]
-        s = s.masked_fill(torch.arange(s.shape[-1], device=s.device) > i + shift, float("-inf"))
+    s = s.masked_fill(hidden, float("-inf"))
     if s.shape[-1] == 0:
         return s, s.new_full(s.shape[:-1], float("-inf")), k, v
     top = s.detach().amax(-1, keepdim=True)
@@ -61,6 +57,21 @@ def weights(
     total = p.sum(-1, keepdim=True)
     lse = (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, float("-inf")).squeeze(-1)
     return p / total.masked_fill(empty, 1.0), lse, k, v
+
+
+def hidden_pairs(q: Tensor, k: Tensor, terms: Sequence[Tensor], kinds: Sequence[str], shift: int | None) -> Tensor:
+    """Pairs that some term (a mask, a bias of -inf) or the causal rule hides, boolean ``#*B #Hq #M #N``.
+
+    Each term is asked alone: finite biases whose sum overflows hide nothing.
+    """
+    hidden = torch.zeros((1, 1), dtype=torch.bool, device=q.device)
+    for term, kind in zip(terms, kinds, strict=True):
+        alone = KINDS[kind].apply(torch.zeros(term.shape, dtype=q.dtype, device=q.device), term.detach())
+        hidden = hidden | (alone == float("-inf"))
+    if shift is not None:
+        i = torch.arange(q.shape[-3], device=q.device)[:, None]
+        hidden = hidden | (torch.arange(k.shape[-3], device=q.device) > i + shift)
+    return hidden
 
 
 def attend(
@@ -78,7 +89,8 @@ def attend(
     error sets the budget.
     """
     p, lse, _, v = weights(q, k, v, terms, kinds, shift, scale)
-    return (p @ v).transpose(-3, -2), lse
+    out = (p @ v).masked_fill((lse == float("-inf")).unsqueeze(-1), 0.0)  # also stops a NaN in such a row's gradient
+    return out.transpose(-3, -2), lse
 
 
 # ---------------------------------------------------------------------------------------------- the backend contract
@@ -104,7 +116,8 @@ def forward(
     with torch.no_grad():
         out, lse64 = attend(q64, k64, v64, terms64, kinds, problem.causal_shift, problem.scale)
     lse = lse64 if problem.dtype == torch.float64 else lse64.float()
-    low = torch.where(torch.isfinite(lse64), lse64 - lse, 0.0).to(lse.dtype)
+    # a sum of finite biases may be beyond float32 where float64 still holds it: then there is no low part
+    low = torch.where(torch.isfinite(lse), lse64 - lse, 0.0).to(lse.dtype)
     return out.to(q.dtype).contiguous(), lse.contiguous(), low.contiguous() if problem.keeps_low else lse.new_empty(0)
 
 
@@ -124,18 +137,22 @@ def backward(
     # Autograd is switched off inside an operator, so the derivative is spelt out: ds = p (dp - delta + dlse).
     kinds = [t.kind for t in problem.terms]
     q64, k64, v64, *terms64 = _double(problem, [q, k, v, *terms])
-    dout64 = dout.double().transpose(-3, -2)  # *B Hq M Dv
-    p, _, keys, values = weights(q64, k64, v64, terms64, kinds, problem.causal_shift, problem.scale)
+    p, lse64, keys, values = weights(q64, k64, v64, terms64, kinds, problem.causal_shift, problem.scale)
+    empty = (lse64 == float("-inf")).unsqueeze(-1)  # these rows give nothing, whatever is stored in q and dout
+    queries = q64.transpose(-3, -2).masked_fill(empty, 0.0)  # *B Hq M D
+    dout64 = dout.double().transpose(-3, -2).masked_fill(empty, 0.0)  # *B Hq M Dv
     dp = dout64 @ values.transpose(-1, -2)
     ds = p * (dp - (p * dp).sum(-1, keepdim=True) + (0.0 if dlse is None else dlse.double()[..., None]))
     ds = ds.masked_fill(p == 0, 0.0)
     group = (*problem.batch, problem.Hkv, problem.Hq // problem.Hkv)  # dk and dv are summed over a key head's group
-    found = {
-        "q": lambda: (ds @ keys * problem.scale).transpose(-3, -2),
-        "k": lambda: (ds.transpose(-1, -2) @ q64.transpose(-3, -2) * problem.scale)
-        .reshape(*group, problem.N, problem.D)
-        .sum(-3)
-        .transpose(-3, -2),
+    found: dict[str, Callable[[], Tensor]] = {
+        "q": lambda: (ds @ keys * problem.scale).masked_fill(empty, 0.0).transpose(-3, -2),
+        "k": lambda: (
+            (ds.transpose(-1, -2) @ queries * problem.scale)
+            .reshape(*group, problem.N, problem.D)
+            .sum(-3)
+            .transpose(-3, -2)
+        ),
         "v": lambda: (p.transpose(-1, -2) @ dout64).reshape(*group, problem.N, problem.Dv).sum(-3).transpose(-3, -2),
     }
     for name, compute in found.items():

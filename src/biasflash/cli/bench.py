@@ -197,6 +197,12 @@ def _save(
             console.print(f"no chart: {error}")
 
 
+def _console() -> Console:
+    """The terminal, or 240 columns for a file or a pipe: no reason to fold a table there."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
+
+
 def bench(
     cases: Annotated[
         str | None,
@@ -235,9 +241,7 @@ def bench(
     within 1e-2 (bf16), 2e-3 (fp16) or 1e-4 (fp32). Exit code 1 if biasflash itself is wrong or fails anywhere.
     """
     start = time.time()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=240)  # a file or a pipe: no reason to fold a table
+    console = _console()
     if mode not in MODE_CHOICES:
         raise typer.BadParameter(f"--mode {mode} is unknown; accepted: {', '.join(MODE_CHOICES)}")
     if chart and importlib.util.find_spec("matplotlib") is None:

@@ -160,7 +160,7 @@ _SHAPES = [
         "multiple",
         "scaled_dot_product_attention",
     ),
-    _refuse("no key heads", ValueError, _with(k=_t(2, 6, 0, 16), v=_t(2, 6, 0, 12)), "Hkv = 0", "multiple"),
+    _refuse("no key heads", ValueError, _with(k=_t(2, 6, 0, 16), v=_t(2, 6, 0, 12)), "Hkv must be at least 1"),
     _refuse("keys of width 0", ValueError, lambda: _attend(_t(2, 8, 4, 0), _t(2, 6, 2, 0)), "axis D = 0", "1 to 256"),
     _refuse("values of width 0", ValueError, _with(v=_t(2, 6, 2, 0)), "axis Dv = 0", "1 to 256"),
     _refuse("bias, axis M", ValueError, _with(bias=_t(2, 4, 100, 6)), "(2, 4, 100, 6)", "axis M is 100, wanted 1 or 8"),
@@ -204,7 +204,8 @@ _SHAPES = [
         "torch's door, grouped heads unasked",
         ValueError,
         lambda: biasflash.scaled_dot_product_attention(_t(2, 4, 8, 16), _t(2, 2, 6, 16), _t(2, 2, 6, 16)),
-        "4 heads",
+        "Hq = 4",
+        "Hkv = 2",
         "enable_gqa=True",
     ),
     _refuse(
@@ -212,7 +213,8 @@ _SHAPES = [
         ValueError,
         lambda: biasflash.scaled_dot_product_attention(_t(8, 16), _t(8, 16), _t(8, 16)),
         "query of shape (8, 16)",
-        "heads, length, width",
+        "too few axes",
+        "*B Hq M D",
     ),
     _refuse(
         "historic door, axis N",
