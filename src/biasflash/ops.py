@@ -86,7 +86,7 @@ def _forward_fake(
     *batch, queries, heads, _ = q.shape
     out = q.new_empty((*batch, queries, heads, v.shape[-1]))
     lse = q.new_empty((*batch, heads, queries), dtype=lse_dtype(q))
-    low = lse.new_empty(lse.shape if problems.keeps_low(q.dtype, q.device) else (0,))
+    low = lse.new_empty(lse.shape if problems.keeps_low(q.dtype, q.device, [t.dtype for t in terms]) else (0,))
     return out, lse, low
 
 

@@ -119,29 +119,29 @@ class Problem:
 
     @property
     def keeps_low(self) -> bool:
-        """Whether ``lse`` is kept as a pair of floats (see ``keeps_low``)."""
-        return keeps_low(self.dtype, self.device)
+        """Whether ``lse`` is kept as a pair of floats (see the function of this name)."""
+        return keeps_low(self.dtype, self.device, [t.dtype for t in self.terms])
 
     def __str__(self) -> str:
         axes = f"*B={self.batch} M={self.M} N={self.N} Hq={self.Hq} Hkv={self.Hkv} D={self.D} Dv={self.Dv}"
         parts = [axes, f"{short(self.dtype)} on {self.device}"]
         parts += [
-            f"{KINDS[t.kind].argument} {t.shape} {short(t.dtype)}{' trained' if t.trainable else ''}"
-            for t in self.terms
+            f"{KINDS[t.kind].argument} {t.shape} {short(t.dtype)}{' trained' if t.trainable else ''}" for t in self.terms
         ]
         if self.causal_shift is not None:
             parts.append(f"causal j <= i + {self.causal_shift}")
         return "; ".join(parts)
 
 
-def keeps_low(dtype: torch.dtype, device: torch.device) -> bool:
+def keeps_low(dtype: torch.dtype, device: torch.device, term_dtypes: Sequence[torch.dtype]) -> bool:
     """Whether the forward pass also returns ``lse_low``, the part of the log-sum-exp that float32 rounds away.
 
     ``lse + lse_low`` is exact to about 48 bits, which keeps backward weights right for scores of 1e7 and of
-    ``finfo.min``, where ``lse`` alone is off by whole units. 16-bit inputs on a GPU do without: their weights are
-    rounded to 2^-9 anyway, which ``lse`` alone resolves up to magnitudes of about 4e4.
+    ``finfo.min``, where ``lse`` alone is off by whole units. 16-bit inputs on a GPU without a bias of that range do
+    without: their weights are rounded to 2^-9 anyway, which ``lse`` alone resolves up to magnitudes of about 4e4.
     """
-    return device.type == "cpu" or dtype in (torch.float32, torch.float64)
+    wide_range = any(t not in (torch.bool, torch.float16) for t in term_dtypes)
+    return device.type == "cpu" or dtype in (torch.float32, torch.float64) or wide_range
 
 
 def short(dtype: torch.dtype) -> str:

@@ -1,8 +1,9 @@
 """Running softmax in base 2: step, finish, and the weight recovered from the log-sum-exp.
 
 ``unit`` turns a score into base-2 units (``log2(e)``, times the scale where scores do not carry it). With PAIR (float32
-inputs) the log-sum-exp is kept as two floats, ``lse + low``, and differences are taken before the unit is applied: the
-weight is then right for scores of 1e7 and for ``finfo.min``. Without it one FMA does both.
+inputs; in backward also any bias that float16 cannot hold) the log-sum-exp is two floats, ``lse + low``, and differences
+are taken before the unit is applied: the weight is then right for scores of 1e7 and for ``finfo.min``. Without it one
+FMA does both.
 """
 
 import triton
@@ -63,19 +64,26 @@ def row_reference(lse, PAIR: tl.constexpr):
 
 
 @triton.jit
+def statistics_pitch(M, TAIL: tl.constexpr):
+    """Entries of one head's row statistics: whole tiles of TAIL rows, and one tile more. A multiple of TAIL."""
+    return tl.cdiv(M, TAIL) * TAIL + TAIL
+
+
+@triton.jit
 def store_row_statistics(reference_ptr, delta_ptr, reference, delta, q_pos, q_own, M, TAIL: tl.constexpr):
     """Write ``reference`` and ``delta`` of rows ``q_pos`` for the kernels that stream over queries in tiles of TAIL rows.
 
-    A head has ``M + TAIL`` entries. The last TAIL rows are written a second time at its end, with a reference of +inf
-    for rows that belong to the tile before: a streaming kernel reads its last tile there (``load_row_statistics``), and
-    rows that it has met already weigh nothing. No loop then compares positions.
+    The last TAIL rows are written a second time behind all others, with a reference of +inf for rows that belong to the
+    tile before: a streaming kernel reads its last tile there (``load_row_statistics``), and rows that it has met
+    already weigh nothing. No loop then compares positions, and every tile of statistics is aligned.
     """
     tl.store(reference_ptr + q_pos, reference, mask=q_own)
     tl.store(delta_ptr + q_pos, delta, mask=q_own)
     in_tail = q_own & (q_pos >= M - TAIL)
+    behind = tl.cdiv(M, TAIL) * TAIL + TAIL - M
     again = tl.where(q_pos < M // TAIL * TAIL, float("inf"), reference)
-    tl.store(reference_ptr + q_pos + TAIL, again, mask=in_tail)
-    tl.store(delta_ptr + q_pos + TAIL, delta, mask=in_tail)
+    tl.store(reference_ptr + q_pos + behind, again, mask=in_tail)
+    tl.store(delta_ptr + q_pos + behind, delta, mask=in_tail)
 
 
 @triton.jit
@@ -87,8 +95,9 @@ def load_row_statistics(
         reference = tl.where(q_own, tl.load(reference_ptr + q_rows), float("inf"))
         return reference, tl.load(delta_ptr + q_rows)
     else:
-        at = tl.where(q_start + BLOCK_M > M, M, q_start) + q_rows
-        return tl.load(reference_ptr + at), tl.load(delta_ptr + at)
+        at = tl.where(q_start + BLOCK_M > M, tl.cdiv(M, BLOCK_M) * BLOCK_M, q_start)
+        at = tl.multiple_of(at, BLOCK_M)
+        return tl.load(reference_ptr + at + q_rows), tl.load(delta_ptr + at + q_rows)
 
 
 @triton.jit

@@ -21,7 +21,14 @@ from biasflash.tile.memory import (
     wide,
 )
 from biasflash.tile.score import score_grad_tile, score_tile
-from biasflash.tile.softmax import LOG2E, load_row_statistics, probability, row_reference, store_row_statistics
+from biasflash.tile.softmax import (
+    LOG2E,
+    load_row_statistics,
+    probability,
+    row_reference,
+    statistics_pitch,
+    store_row_statistics,
+)
 from biasflash.tile.span import key_span, place, query_span
 
 
@@ -69,7 +76,7 @@ def delta_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at)
     reference = row_reference(tl.load(lse_ptr + at), PAIR)
-    head = head * (M + TAIL)
+    head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
 
@@ -164,8 +171,8 @@ def dkdv_kernel(
     for member in range(0, group if IS_GROUPED else 1):
         h = kv_head * group + member
         head = wide(b) * heads + h
-        reference_row = reference_ptr + head * (M + BLOCK_M)
-        delta_row = delta_ptr + head * (M + BLOCK_M)
+        reference_row = reference_ptr + head * statistics_pitch(M, BLOCK_M)
+        delta_row = delta_ptr + head * statistics_pitch(M, BLOCK_M)
         low_row = low_ptr + head * M
         q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
         dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC)
@@ -361,7 +368,7 @@ def dq_kernel(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at)
-    head = head * (M + TAIL)
+    head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -22,7 +22,7 @@ from biasflash.tile.memory import (
     wide_if,
 )
 from biasflash.tile.score import score_grad_tile, score_tile
-from biasflash.tile.softmax import LOG2E, probability
+from biasflash.tile.softmax import LOG2E, probability, statistics_pitch
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def dbias_kernel(
                 )
                 terms = terms + (tile_i,)  # noqa: RUF005
         index = b * heads + h
-        at = wide_if(index, WIDE_HEADS) * (M + TAIL) + q_at + q_rows
+        at = wide_if(index, WIDE_HEADS) * statistics_pitch(M, TAIL) + q_at + q_rows
         reference = tl.load(reference_ptr + at)
         delta = tl.load(delta_ptr + at)
         low = delta

@@ -7,6 +7,7 @@ once, so overlap comes from several programs on one multiprocessor: small tiles 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,7 @@ class Facts:
 
     kernel: str
     width: int  # the larger of the padded D and Dv
+    columns: int  # their sum
     itemsize: int  # bytes of an element of q
     has_dense: bool
     shared_memory: int  # bytes a program may take
@@ -45,83 +47,76 @@ class Rule:
     tile: TileConfig
     why: str
     dense_only: bool = False
+    max_columns: int = 512
 
 
 def _tile(m: int, n: int, warps: int, stages: int, registers: int | None = None) -> TileConfig:
     return TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers)
 
 
-def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str, dense_only: bool = False) -> Rule:
-    return Rule(kernel=kernel, max_width=max_width, itemsize=itemsize, tile=tile, why=why, dense_only=dense_only)
+def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str, **more: Any) -> Rule:
+    return Rule(kernel=kernel, max_width=max_width, itemsize=itemsize, tile=tile, why=why, **more)
 
 
 RULES: tuple[Rule, ...] = (
     # ------------------------------------------------------------------------------------------------ forward, 16 bits
-    _rule(
-        "forward",
-        32,
-        2,
-        _tile(64, 64, 4, 3),
-        "512 x 4 heads of 512, D 32, shared bias: 0.349 ms against 0.402 for 128 x 64",
-    ),
-    _rule(
-        "forward",
-        64,
-        2,
-        _tile(128, 64, 8, 3),
-        "full bias 2k, D 64: 0.234 ms against 0.244 with 4 warps",
-        dense_only=True,
-    ),
-    _rule("forward", 64, 2, _tile(128, 64, 4, 3), "no bias tile to hold: 4 warps have the registers"),
-    _rule("forward", 128, 2, _tile(128, 64, 8, 3), "full bias 4k, D 128: 0.358 ms against 0.423 for 128 x 128"),
+    _rule("forward", 32, 2, _tile(64, 64, 4, 3, 128), "512 x 4 heads of 512, shared bias: 0.393 ms, uncapped 0.426"),
+    _rule("forward", 64, 2, _tile(128, 64, 8, 3, 128), "full bias 2k: 0.235 ms, uncapped 0.298", dense_only=True),
+    _rule("forward", 64, 2, _tile(64, 64, 4, 3), "4 x 32 heads of 4k, no bias: 1.18 ms, 128 x 64 takes 1.27"),
+    _rule("forward", 128, 2, _tile(128, 64, 8, 3), "1 x 16 heads of 16k, causal: 2.21 ms, 128 x 128 takes 2.61"),
     _rule("forward", 128, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("forward", 256, 2, _tile(64, 64, 8, 2), "accumulator of 256 columns: 8 warps hold it without a spill"),
-    _rule("forward", 256, 2, _tile(64, 32, 8, 1), "fits 99 KiB of shared memory"),
+    _rule("forward", 256, 2, _tile(128, 64, 8, 2), "2 x 16 heads of 4k, D 256: 1.12 ms, 64 x 64 takes 1.58"),
+    _rule("forward", 256, 2, _tile(64, 32, 4, 2), "fits 163 KiB of shared memory"),
+    _rule("forward", 256, 2, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
     _rule("delta", 256, 2, _tile(64, 64, 4, 1), "memory bound; 32 to 128 rows measure the same"),
     _rule("delta", 256, 4, _tile(32, 32, 4, 1), "memory bound"),
     # --------------------------------------------------------------------------------------------------- dkdv, 16 bits
-    _rule(
-        "dkdv",
-        32,
-        2,
-        _tile(64, 64, 4, 2, 128),
-        "512 x 4 heads of 512, D 32: 0.590 ms, four programs on a multiprocessor",
-    ),
-    _rule("dkdv", 64, 2, _tile(64, 64, 4, 2, 168), "16 x 12 heads of 1k, D 64: 0.325 ms against 0.395 without the cap"),
-    _rule("dkdv", 128, 2, _tile(32, 64, 4, 2), "full bias 4k, D 128: 0.876 ms against 0.908 for 64 x 64"),
-    _rule("dkdv", 256, 2, _tile(32, 64, 8, 1), "two accumulators of 256 columns: 8 warps and one stage hold them"),
+    _rule("dkdv", 32, 2, _tile(64, 64, 4, 2, 128), "512 x 4 heads of 512: 0.718 ms, uncapped 0.742"),
+    _rule("dkdv", 64, 2, _tile(64, 64, 4, 2, 168), "16 x 12 heads of 1k: 0.359 ms, uncapped 0.432", dense_only=True),
+    _rule("dkdv", 64, 2, _tile(32, 64, 4, 3, 128), "4 x 32 heads of 4k, no bias: 2.53 ms, 64 x 64 takes 2.64"),
+    _rule("dkdv", 128, 2, _tile(32, 64, 4, 2), "full bias 4k: 0.932 ms, 64 x 64 takes 1.14"),
+    _rule("dkdv", 256, 2, _tile(32, 128, 8, 2), "D 192, Dv 128, 4k: 1.07 ms, next best 1.62", max_columns=384),
+    _rule("dkdv", 256, 2, _tile(64, 32, 4, 1), "2 x 16 heads of 4k, D 256: 5.83 ms, 32 x 64 takes 6.06"),
     _rule("dkdv", 256, 2, _tile(16, 32, 8, 1), "fits 99 KiB of shared memory"),
     # ----------------------------------------------------------------------------------------------------- dq, 16 bits
-    _rule("dq", 64, 2, _tile(64, 64, 4, 3), "16 x 12 heads of 1k, D 64: 0.215 ms against 0.292 for 128 x 64"),
-    _rule("dq", 128, 2, _tile(64, 64, 4, 2), "full bias 4k, D 128: 0.448 ms against 0.544 for 128 x 64"),
+    _rule("dq", 64, 2, _tile(64, 64, 4, 3), "4 x 16 heads of 4k, causal, shared bias: 0.495 ms, 128 x 64 takes 0.505"),
+    _rule("dq", 128, 2, _tile(64, 64, 4, 2), "1 x 16 heads of 16k, causal: 2.97 ms, 128 x 64 takes 3.40"),
     _rule("dq", 128, 2, _tile(64, 32, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dq", 256, 2, _tile(64, 32, 8, 2), "three operands of 256 columns"),
+    _rule("dq", 256, 2, _tile(128, 64, 8, 1), "2 x 16 heads of 4k, D 256: 1.79 ms, 64 x 64 takes 1.95"),
+    _rule("dq", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
     _rule("dq", 256, 2, _tile(32, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dq_from_ds", 64, 2, _tile(64, 64, 4, 4), "full bias 2k, D 64: 0.153 ms, 3 us from the best"),
-    _rule("dq_from_ds", 128, 2, _tile(128, 64, 4, 4), "full bias 4k, D 128: 0.162 ms, 4 us from the best"),
-    _rule("dq_from_ds", 256, 2, _tile(64, 64, 8, 2), "accumulator of 256 columns"),
+    _rule("dq_from_ds", 64, 2, _tile(128, 64, 4, 4), "full bias 2k: 0.147 ms, 64 x 64 takes 0.150"),
+    _rule("dq_from_ds", 128, 2, _tile(128, 128, 8, 3), "full bias 4k: 0.158 ms, 128 x 64 with 4 warps 0.159"),
+    _rule("dq_from_ds", 128, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
+    _rule("dq_from_ds", 256, 2, _tile(128, 64, 8, 3), "2 x 8 heads of 2k, D 256: 0.065 ms, 64 x 64 takes 0.088"),
+    _rule("dq_from_ds", 256, 2, _tile(64, 64, 4, 2), "fits 163 KiB of shared memory"),
     _rule("dq_from_ds", 256, 2, _tile(32, 32, 4, 2), "fits 99 KiB of shared memory"),
     # -------------------------------------------------------------------------------------------------- dbias, 16 bits
-    _rule("dbias", 64, 2, _tile(64, 64, 4, 3), "16 x 12 heads of 1k, D 64: 0.174 ms against 0.239 for 128 x 128"),
+    _rule("dbias", 64, 2, _tile(64, 64, 4, 3), "16 x 12 heads of 1k: 0.187 ms, 128 x 64 takes 0.217"),
+    _rule("dbias", 64, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
     _rule("dbias", 128, 2, _tile(64, 64, 4, 2), "operands of 128 columns leave room for two stages"),
-    _rule("dbias", 128, 2, _tile(64, 32, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dbias", 256, 2, _tile(64, 32, 4, 1), "operands of 256 columns"),
+    _rule("dbias", 128, 2, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dbias", 256, 2, _tile(128, 64, 8, 1), "4 x 8 heads of 2k, D 256: 0.637 ms, 64 x 64 takes 0.918"),
+    _rule("dbias", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
     _rule("dbias", 256, 2, _tile(32, 32, 4, 1), "fits 99 KiB of shared memory"),
     # --------------------------------------------------------------------------------------------------------- float32
-    _rule("forward", 64, 4, _tile(64, 32, 4, 2), "three-pass TF32 splits both operands in registers: small tiles"),
-    _rule("forward", 128, 4, _tile(64, 32, 8, 2), "three-pass TF32 of 128 columns"),
-    _rule("forward", 256, 4, _tile(32, 32, 8, 1), "operands of 1 KiB a row"),
-    _rule("dkdv", 64, 4, _tile(32, 64, 8, 1), "four split products: registers before stages"),
-    _rule("dkdv", 128, 4, _tile(32, 32, 8, 1), "four split products of 128 columns"),
-    _rule("dkdv", 256, 4, _tile(16, 16, 4, 1), "operands of 1 KiB a row"),
-    _rule("dq", 64, 4, _tile(64, 32, 8, 1), "three split products: registers before stages"),
-    _rule("dq", 128, 4, _tile(32, 32, 4, 1), "three split products of 128 columns"),
-    _rule("dq", 256, 4, _tile(16, 16, 4, 1), "operands of 1 KiB a row"),
+    _rule("forward", 64, 4, _tile(64, 64, 4, 1), "2 x 8 heads of 2k, full bias: 0.459 ms, 64 x 32 takes 0.508"),
+    _rule("forward", 128, 4, _tile(64, 32, 4, 1), "three-pass TF32 of 128 columns"),
+    _rule("forward", 128, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("forward", 256, 4, _tile(16, 32, 8, 1), "operands of 1 KiB a row"),
+    _rule("dkdv", 64, 4, _tile(32, 128, 8, 1), "2 x 8 heads of 2k, full bias: 0.882 ms, 32 x 64 takes 0.916"),
+    _rule("dkdv", 64, 4, _tile(32, 64, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dkdv", 128, 4, _tile(16, 32, 8, 1), "four split products of 128 columns"),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
+    _rule("dq", 64, 4, _tile(64, 32, 4, 1), "three split products: registers before stages"),
+    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "three split products of 128 columns"),
+    _rule("dq", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
+    _rule("dq_from_ds", 64, 4, _tile(128, 32, 4, 2), "2 x 8 heads of 2k: 0.201 ms, 32 x 32 takes 0.255"),
     _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "one split product"),
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "operands of 1 KiB a row"),
-    _rule("dbias", 64, 4, _tile(32, 32, 4, 1), "two split products and the tile itself in registers"),
-    _rule("dbias", 128, 4, _tile(32, 32, 4, 1), "two split products of 128 columns"),
-    _rule("dbias", 256, 4, _tile(16, 16, 4, 1), "operands of 1 KiB a row"),
+    _rule("dbias", 64, 4, _tile(64, 32, 4, 1), "two split products and the tile itself in registers"),
+    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "two split products of 128 columns"),
+    _rule("dbias", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
 )
 
 
@@ -151,7 +146,7 @@ def choose_tile(facts: Facts) -> tuple[TileConfig, str]:
     for rule in RULES:
         if rule.kernel != facts.kernel or rule.itemsize != facts.itemsize or rule.max_width < facts.width:
             continue
-        if rule.dense_only and not facts.has_dense:
+        if (rule.dense_only and not facts.has_dense) or facts.columns > rule.max_columns:
             continue
         nearest = rule
         if shared_bytes(facts, rule.tile) <= facts.shared_memory:

@@ -60,6 +60,7 @@ def forward_kernel(
     SCALED: tl.constexpr,
     PAIR: tl.constexpr,
     LOW_RANGE: tl.constexpr,
+    KEEP_LOW: tl.constexpr,
     HIDES_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     ORDER: tl.constexpr,
@@ -143,5 +144,5 @@ def forward_kernel(
     out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
     store_rows(out_base, q_at, q_local, out_strides, q_own, acc_out * inverse[:, None], DV, BLOCK_DV, OUT_VEC, WIDE)
     tl.store(lse_ptr + at, lse, mask=q_own)
-    if PAIR:
+    if KEEP_LOW:
         tl.store(low_ptr + at, low, mask=q_own)

@@ -75,13 +75,14 @@ def merge_batch(batch: Sequence[int], strides: dict[str, list[int]]) -> tuple[tu
     return tuple(sizes), {name: [*merged[name], *s[len(batch) :]] for name, s in strides.items()}
 
 
-def view(strides: Sequence[int], itemsize: int, width: int, aligned: bool) -> View:
+def view(strides: Sequence[int], itemsize: int, width: int, aligned: bool, broadcasts: bool = True) -> View:
     """The ``View`` of a tensor whose last axis has ``width`` elements.
 
-    ``aligned``: it starts at a multiple of 16 bytes. A last stride of 0 is a broadcast axis, along which nothing moves.
+    ``aligned``: it starts at a multiple of 16 bytes. ``broadcasts``: a last stride of 0 is an axis along which kernels do
+    not move at all (score terms); elsewhere it is a stride like any other.
     """
     *outer, last = strides
-    if last not in (0, 1) and width > 1:
+    if width > 1 and last != 1 and not (broadcasts and last == 0):
         vec = 0
     else:
         full = 16 // itemsize

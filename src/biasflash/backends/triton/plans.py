@@ -92,10 +92,8 @@ class BackwardPlan:
             and not self.ops.hides_keys  # a key nobody sees may hold NaN, and 0 x NaN is NaN
         )
         self.tail = self.ops.tile("dkdv")[0].block_m  # see tile.softmax.store_row_statistics
-        self.scratch = {
-            "delta": self.heads * (problem.M + self.tail),
-            "reference": self.heads * (problem.M + self.tail),
-        }
+        statistics = self.heads * (triton.cdiv(problem.M, self.tail) + 1) * self.tail
+        self.scratch = {"delta": statistics, "reference": statistics}
 
     def _structure(self, i: int) -> str:
         p = self.problem
@@ -154,6 +152,7 @@ class BackwardPlan:
             "delta_ptr": Slot("delta"),
             "dlse_ptr": Slot("dlse" if self.has_dlse else "lse"),
             "TAIL": self.tail,
+            "PAIR": self.ops.constants["KEEP_LOW"],  # weights of rows as low as finfo.min need both halves of lse
             "HAS_DLSE": self.has_dlse,
         }
 
