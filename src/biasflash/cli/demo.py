@@ -352,6 +352,7 @@ def demo(
         raise typer.Exit(2) from error
     console = Console()
     place = pick_device(device)
+    torch.set_num_threads(1)  # products this small spend more time handing work to a second thread than doing it
     data = load_digits(place)
     total = epochs * math.ceil(len(data.labels) / BATCH)
 
