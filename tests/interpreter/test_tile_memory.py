@@ -298,7 +298,7 @@ def read_statistics_kernel(reference_ptr, delta_ptr, found_ptr, M, SHORT_M: tl.c
 def test_every_row_weighs_once_in_a_stream_of_tiles(writes: int, reads: int) -> None:
     for M in (1, 5, 16, 17, 31, 32, 33, 63, 64, 65, 80, 100, 130):
         values = torch.randn(M)
-        reference, delta = torch.full((2, M + reads), math.nan)
+        reference, delta = torch.full((2, triton.cdiv(M, reads) * reads + reads), math.nan)
         write_statistics_kernel[(triton.cdiv(M, writes),)](
             values, reference, delta, M, TAIL=reads, SHORT_M=writes > M, BLOCK_M=writes
         )

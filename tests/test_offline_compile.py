@@ -1,0 +1,191 @@
+"""Every kernel variant compiled for GPUs that are not here: it fits, spills nothing, and tensor cores do the products.
+
+Compiling needs no GPU. What is compiled is what the plans would launch, tile and register cap included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="only Triton compiles kernels")
+
+from biasflash.backends.triton.operands import Device, Launch
+from biasflash.backends.triton.plans import contiguous_recipes
+from biasflash.problem import Problem, Term
+from biasflash.testing.offline import Compiled, compile_launch, meta_tensors
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+#: bytes of shared memory that one program may take, and multiprocessors: A100, H200, B200
+DEVICES = {
+    80: Device(shared_memory=166912, multiprocessors=108),
+    90: Device(shared_memory=232448, multiprocessors=132),
+    100: Device(shared_memory=232448, multiprocessors=148),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One problem; a bias or mask is a word of ``1`` and letters for ``(B, Hq, M, N)``, biases are trained."""
+
+    name: str
+    D: int = 64
+    Dv: int = 0
+    M: int = 1024
+    N: int = 0
+    dtype: torch.dtype = BF16
+    B: int = 2
+    Hq: int = 4
+    Hkv: int = 4
+    causal: bool = False
+    biases: tuple[str, ...] = ()
+    masks: tuple[str, ...] = ()
+    bias_dtype: torch.dtype | None = None
+    trained: tuple[bool, bool, bool] = (True, True, True)
+
+    def problem(self) -> Problem:
+        N = self.N or self.M
+        sizes = (self.B, self.Hq, self.M, N)
+
+        def term(kind: str, word: str, dtype: torch.dtype) -> Term:
+            shape = tuple(1 if letter == "1" else size for letter, size in zip(word, sizes, strict=True))
+            return Term(kind=kind, shape=shape, dtype=dtype, trainable=kind == "dense")
+
+        return Problem(
+            batch=(self.B,),
+            M=self.M,
+            N=N,
+            Hq=self.Hq,
+            Hkv=self.Hkv,
+            D=self.D,
+            Dv=self.Dv or self.D,
+            dtype=self.dtype,
+            device=torch.device("cuda"),
+            terms=(
+                *(term("dense", word, self.bias_dtype or self.dtype) for word in self.biases),
+                *(term("keep", word, torch.bool) for word in self.masks),
+            ),
+            causal_shift=N - self.M if self.causal else None,
+            scale=self.D**-0.5,
+            trainable=self.trained,
+        )
+
+
+FULL, SHARED = ("BHMN",), ("1HMN",)
+ON_H200 = [
+    Asked(name="plain d32", D=32),
+    Asked(name="plain d64"),
+    Asked(name="plain d128", D=128),
+    Asked(name="plain d256", D=256),
+    Asked(name="causal d64", causal=True),
+    Asked(name="causal grouped d128", D=128, causal=True, Hkv=1),
+    Asked(name="latent d192 dv128", D=192, Dv=128, causal=True),
+    Asked(name="full bias d32", D=32, biases=FULL),
+    Asked(name="full bias d64", biases=FULL),
+    Asked(name="full bias d128", D=128, biases=FULL),
+    Asked(name="full bias d256", D=256, biases=FULL),
+    Asked(name="full float32 bias d64", biases=FULL, bias_dtype=F32),
+    Asked(name="shared bias d32", D=32, biases=SHARED),
+    Asked(name="shared bias d64", biases=SHARED),
+    Asked(name="shared bias d128", D=128, biases=SHARED),
+    Asked(name="shared bias d256", D=256, biases=SHARED),
+    Asked(name="shared bias causal d64", biases=SHARED, causal=True),
+    Asked(name="shared bias odd lengths d64", M=777, N=1003, biases=SHARED),
+    Asked(name="shared bias odd width d80", D=80, biases=SHARED),
+    Asked(name="shared bias short d64", M=20, biases=SHARED),
+    Asked(name="shared bias half precision d64", biases=SHARED, dtype=F16),
+    Asked(name="row and key biases d64", biases=("1HM1", "B11N")),
+    Asked(name="key mask d64", masks=("B11N",)),
+    Asked(name="key mask, shared bias d128", D=128, masks=("B11N",), biases=SHARED),
+    Asked(name="any mask d64", masks=("BHMN",)),
+    Asked(name="float32 d64", dtype=F32, biases=SHARED),
+    Asked(name="float32 d128", D=128, dtype=F32, biases=FULL),
+    Asked(name="float32 d256", D=256, dtype=F32),
+]
+ELSEWHERE = [
+    Asked(name="causal d64", causal=True),
+    Asked(name="full bias d128", D=128, biases=FULL),
+    Asked(name="shared bias d64", biases=SHARED),
+    Asked(name="float32 d64", dtype=F32),
+]
+
+
+def planned(asked: Asked, capability: int) -> list[tuple[Launch, dict[str, torch.Tensor]]]:
+    """What a call runs, forward and backward, on a GPU of this capability, with stand-ins for its tensors."""
+    problem = asked.problem()
+    recipes = contiguous_recipes(problem, DEVICES[capability])
+    return [(launch, meta_tensors(problem, r)) for r in recipes.values() for launch in r.launches]
+
+
+def variants() -> Iterator[object]:
+    """Every launch of every problem once: those that differ in run-time values alone are one kernel."""
+    seen = set()
+    for asked, capability in [(a, 90) for a in ON_H200] + [(a, c) for c in (80, 100) for a in ELSEWHERE]:
+        for launch, tensors in planned(asked, capability):
+            constants = tuple(
+                launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr and p.name in launch.arguments
+            )
+            dtypes = tuple(str(x.dtype) for x in launch.values(tensors) if isinstance(x, torch.Tensor))
+            identity = (capability, launch.kernel.__name__, str(constants), dtypes, launch.tile)
+            if identity not in seen:
+                seen.add(identity)
+                name = launch.kernel.__name__.removesuffix("_kernel")
+                yield pytest.param(launch, tensors, capability, id=f"sm_{capability} {name}: {asked.name}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing compiled on another day is taken for today's."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("triton")
+        patch.setenv("TRITON_CACHE_DIR", str(directory))
+        yield directory
+
+
+def tensor_core_words(launch: Launch, capability: int) -> tuple[str, ...]:
+    """Instructions one of which must appear: warp-group products on sm_90 where a tile has the 64 rows they take."""
+    if launch.kernel.__name__ in ("delta_kernel", "add_chunks_kernel"):
+        return ()
+    assert launch.tile is not None
+    rows = launch.tile.block_n if launch.kernel.__name__ == "dkdv_kernel" else launch.tile.block_m
+    if capability == 90 and rows >= 64 and launch.warps >= 4:
+        return ("HGMMA",)
+    return ("UTCHMMA", "HMMA") if capability == 100 else ("HMMA",)
+
+
+def complaints(launch: Launch, compiled: Compiled, capability: int) -> list[str]:
+    """Everything that is wrong with what the compiler made."""
+    found = []
+    limit = DEVICES[capability].shared_memory
+    if compiled.shared > limit:
+        found.append(f"{compiled.shared} bytes of shared memory, the GPU has {limit}")
+    allowed = getattr(launch.tile, "spill_bytes", 0)
+    stack, local = compiled.resources["STACK"], compiled.resources["LOCAL"]
+    if stack > allowed or local > 0:
+        found.append(f"spills: stack {stack} bytes a thread (allowed {allowed}), local {local}")
+    words = tensor_core_words(launch, capability)
+    if words and not any(f" {word}." in compiled.sass for word in words):
+        found.append(f"no {' or '.join(words)} in the machine code")
+    return found
+
+
+@pytest.mark.parametrize(("launch", "tensors", "capability"), list(variants()))
+def test_kernel_fits_does_not_spill_and_uses_tensor_cores(
+    launch: Launch, tensors: dict[str, torch.Tensor], capability: int
+) -> None:
+    assert os.environ.get("TRITON_INTERPRET", "0") == "0", "interpreted kernels are never compiled"
+    compiled = compile_launch(launch, tensors, capability)
+    found = complaints(launch, compiled, capability)
+    assert not found, f"{launch}, {compiled.resources}: {'; '.join(found)}"
+
+
+def test_the_list_reaches_every_kernel_and_gpu() -> None:
+    reached = {(p.values[2], p.values[0].kernel.__name__) for p in variants()}  # type: ignore[attr-defined]
+    kernels = {"forward", "delta", "dq", "dkdv", "dq_from_ds", "dbias", "add_chunks"}
+    assert {name for capability, name in reached if capability == 90} == {f"{kernel}_kernel" for kernel in kernels}
+    assert {capability for capability, _ in reached} == set(DEVICES)
