@@ -19,12 +19,11 @@ from biasflash.backends.backend import Backend, Gradients
 from biasflash.problem import Problem, UnsupportedError
 
 _SHARED = "Tensor[] inputs, Tensor[] terms, str kinds, str layout, str causal, float? scale, str? backend"
-_lib = torch.library.Library("biasflash", "DEF")
-_lib.define(f"forward({_SHARED}) -> (Tensor out, Tensor lse, Tensor lse_low)", tags=(torch.Tag.pt2_compliant_tag,))
-_lib.define(
-    f"backward(Tensor? dout, Tensor? dlse, {_SHARED}, Tensor out, Tensor lse, Tensor lse_low, bool[] wanted) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_OUTPUT = "Tensor out, Tensor lse, Tensor lse_low"
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_lib: Any = torch.library.Library("biasflash", "DEF")  # type: ignore[no-untyped-call]
+_lib.define(f"forward({_SHARED}) -> ({_OUTPUT})", tags=_TAGS)
+_lib.define(f"backward(Tensor? dout, Tensor? dlse, {_SHARED}, {_OUTPUT}, bool[] wanted) -> Tensor[]", tags=_TAGS)
 
 
 def unpack(inputs: Sequence[Tensor], layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +49,11 @@ def _split(kinds: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _prepared(
-    facts: tuple[Any, ...], kinds: str, causal: str, scale: float | None, backend: str | None
+    facts: tuple[problems.Facts, problems.Facts, torch.dtype, torch.device],
+    kinds: str,
+    causal: str,
+    scale: float | None,
+    backend: str | None,
 ) -> tuple[Problem, Backend]:
     """The problem and the backend that computes it, made once for each set of facts."""
     from biasflash import backends, plan
@@ -215,7 +218,9 @@ def _wants_graph(tensors: Sequence[Tensor | None]) -> bool:
 
 def _forward_autograd(inputs: list[Tensor], terms: list[Tensor], *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     if _wants_graph([*inputs, *terms]):
-        attended: tuple[Tensor, Tensor, Tensor] = _Attend.apply(settings, len(inputs), *inputs, *terms)
+        attended: tuple[Tensor, Tensor, Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
+            settings, len(inputs), *inputs, *terms
+        )
         return attended
     with torch._C._AutoDispatchBelowAutograd():
         output: tuple[Tensor, Tensor, Tensor] = torch.ops.biasflash.forward(inputs, terms, *settings)
@@ -228,7 +233,8 @@ def _backward_autograd(
     arguments = (dout, dlse, inputs, terms, *rest)
     tensors = [dout, dlse, *inputs, *terms]
     if _wants_graph(tensors):
-        return list(_NoSecondDerivative.apply(arguments, *(t for t in tensors if t is not None)))
+        given = [t for t in tensors if t is not None]
+        return list(_NoSecondDerivative.apply(arguments, *given))  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         found: list[Tensor] = torch.ops.biasflash.backward(*arguments)
     return found

@@ -126,7 +126,8 @@ class Problem:
         axes = f"*B={self.batch} M={self.M} N={self.N} Hq={self.Hq} Hkv={self.Hkv} D={self.D} Dv={self.Dv}"
         parts = [axes, f"{short(self.dtype)} on {self.device}"]
         parts += [
-            f"{KINDS[t.kind].argument} {t.shape} {short(t.dtype)}{' trained' if t.trainable else ''}" for t in self.terms
+            f"{KINDS[t.kind].argument} {t.shape} {short(t.dtype)}{' trained' if t.trainable else ''}"
+            for t in self.terms
         ]
         if self.causal_shift is not None:
             parts.append(f"causal j <= i + {self.causal_shift}")

@@ -26,7 +26,7 @@ class Promises:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Buffers that ``backward`` fills, in the shapes, dtypes and strides of the inputs; None where no gradient is wanted.
+    """Buffers that ``backward`` fills, in the shapes and dtypes of the inputs; None where no gradient is wanted.
 
     q, k, v may be strided views of one packed buffer. ``terms`` are padded like the terms themselves.
     """
@@ -49,7 +49,7 @@ class Backend(Protocol):
     def forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``out (*B M Hq Dv)`` contiguous in q's dtype, ``lse`` and ``lse_low (*B Hq M)`` in float32 (float64 for float64).
+        """``out (*B M Hq Dv)`` contiguous in q's dtype, ``lse`` and ``lse_low (*B Hq M)``, float32 or float64.
 
         Terms come padded to rank ``len(*B) + 3``. Without ``problem.keeps_low`` lse_low has shape ``(0,)``.
         """

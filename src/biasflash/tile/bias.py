@@ -1,8 +1,8 @@
 """How the tiles of score terms arrive, and where the gradient of a bias leaves. No algebra here (see ``score.py``).
 
-``TERMS`` is a compile-time tuple with one entry a term: ``(apply, HAS_M, HAS_N, VEC, IS_KEEP)``. ``apply`` is the kind's
-jit function from ``score.py``; HAS_M and HAS_N say whether the term varies along queries and keys; VEC is 0 for any
-strides, 1 for unit key stride, else the elements of 16 bytes by which every other stride is divisible.
+``TERMS`` is a compile-time tuple with one entry a term: ``(apply, HAS_M, HAS_N, VEC, IS_KEEP)``. ``apply`` is the
+kind's jit function from ``score.py``; HAS_M and HAS_N say whether the term varies along queries and keys; VEC is 0 for
+any strides, 1 for unit key stride, else the elements of 16 bytes by which every other stride is divisible.
 """
 
 import triton
@@ -16,7 +16,9 @@ def term_bases(ptrs, strides, b, h, sizes, TERMS: tl.constexpr):
     """One pointer a term: the plane of head ``h`` of batch item ``b``."""
     bases = ()
     for i in tl.static_range(len(TERMS)):
-        bases = bases + (ptrs[i] + head_offset(b, h, strides[i], sizes, TERMS[i][3]),)
+        bases = bases + (  # noqa: RUF005
+            ptrs[i] + head_offset(b, h, strides[i], sizes, TERMS[i][3]),
+        )
     return bases
 
 
@@ -112,7 +114,7 @@ def load_terms(
 
 @triton.jit
 def seen_keys(k_in, bases, strides, k_start, k_local, TERMS: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):
-    """Which keys any query may see, ``[BLOCK_N]``: inside the sequence and kept by every mask that is the same for all queries.
+    """Which keys any query may see, ``[BLOCK_N]``: in the sequence and kept by every mask that is one for all queries.
 
     Rows of k and v outside it are never read, so a NaN stored there cannot leak as 0 x NaN.
     """

@@ -47,7 +47,7 @@ def step_of(code, VEC: tl.constexpr):
 
 @triton.jit
 def head_offset(b, h, strides, sizes, VEC: tl.constexpr, WIDE: tl.constexpr = True):
-    """Elements from the tensor's start to head ``h`` of batch item ``b``; strides are ``(*batch, head, row, column)``."""
+    """Elements from the tensor's start to head ``h`` of batch item ``b``; strides: ``(*batch, head, row, column)``."""
     NB: tl.constexpr = len(sizes)
     offset = wide_if(h, WIDE) * step_of(strides[NB], VEC)
     rest = b

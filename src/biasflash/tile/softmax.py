@@ -1,9 +1,9 @@
 """Running softmax in base 2: step, finish, and the weight recovered from the log-sum-exp.
 
 ``unit`` turns a score into base-2 units (``log2(e)``, times the scale where scores do not carry it). With PAIR (float32
-inputs; in backward also any bias that float16 cannot hold) the log-sum-exp is two floats, ``lse + low``, and differences
-are taken before the unit is applied: the weight is then right for scores of 1e7 and for ``finfo.min``. Without it one
-FMA does both.
+inputs; in backward also any bias that float16 cannot hold) the log-sum-exp is two floats, ``lse + low``, and
+differences are taken before the unit is applied: the weight is then right for scores of 1e7 and for ``finfo.min``.
+Without it one FMA does both.
 """
 
 import triton
@@ -56,7 +56,7 @@ def finish(m, l, natural):
 
 @triton.jit
 def row_reference(lse, PAIR: tl.constexpr):
-    """What backward subtracts from scores: lse, in base 2 without PAIR. Rows that saw nothing get +inf: weights of zero."""
+    """What backward subtracts from scores: lse, in base 2 without PAIR; +inf (weights of zero) if nothing was seen."""
     reference = lse
     if not PAIR:
         reference = lse * LOG2E
@@ -71,7 +71,7 @@ def statistics_pitch(M, TAIL: tl.constexpr):
 
 @triton.jit
 def store_row_statistics(reference_ptr, delta_ptr, reference, delta, q_pos, q_own, M, TAIL: tl.constexpr):
-    """Write ``reference`` and ``delta`` of rows ``q_pos`` for the kernels that stream over queries in tiles of TAIL rows.
+    """Write ``reference`` and ``delta`` of rows ``q_pos`` for kernels that stream over queries in tiles of TAIL rows.
 
     The last TAIL rows are written a second time behind all others, with a reference of +inf for rows that belong to the
     tile before: a streaming kernel reads its last tile there (``load_row_statistics``), and rows that it has met
@@ -102,8 +102,8 @@ def load_row_statistics(
 
 @triton.jit
 def probability(y, reference, low, unit, PAIR: tl.constexpr):
-    """The weight of a score, ``exp(y - lse)``; ``reference`` and ``low`` are shaped to broadcast."""
+    """The weight of a score, ``exp(y - lse)``; ``reference`` and ``low`` (in base 2) are shaped to broadcast."""
     if PAIR:
-        return tl.exp2(((y - reference) - low) * unit)
+        return tl.exp2((y - reference) * unit - low)
     else:
         return tl.exp2(y * unit - reference)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def key_span(q_start, M, N, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """``(full_end, end)``: keys below full_end need no position mask for any query of the tile, keys from end on are unseen."""
+    """``(full_end, end)``: every query of the tile sees the keys below full_end, none sees those from end on."""
     end = N
     full_end = N // BLOCK_N * BLOCK_N
     if IS_CAUSAL:
@@ -18,7 +18,7 @@ def key_span(q_start, M, N, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 
 @triton.jit
 def query_span(k_start, M, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """``(start, full_start)``: queries before start see no key of the tile, queries from full_start on see all of them."""
+    """``(start, full_start)``: queries before start see no key of the tile, those from full_start on see all."""
     start = 0
     full_start = 0
     if IS_CAUSAL:

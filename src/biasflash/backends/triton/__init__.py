@@ -1,1 +1,1 @@
-"""The portable path: Triton kernels. ``backend`` keeps the contract, ``launch`` launches, the rest is one file a pass."""
+"""The portable path, Triton kernels: ``backend`` keeps the contract, ``plans`` choose, ``launch`` launches."""

@@ -1,7 +1,7 @@
 """Backward passes over queries and keys: delta, dk and dv (owner: a key tile), dq (owner: a query tile).
 
-Scores are recomputed by the same pieces as in the forward pass. ``dkdv_kernel`` works on tiles of keys x queries so that
-weights and score gradients enter the products from registers; the others on queries x keys.
+Scores are recomputed by the same pieces as in the forward pass. ``dkdv_kernel`` works on tiles of keys x queries, so
+that weights and score gradients enter the products from registers; the others on queries x keys.
 """
 
 import triton
@@ -34,30 +34,16 @@ from biasflash.tile.span import key_span, place, query_span
 
 @triton.jit(do_not_specialize=["M", "heads", "batch"])
 def delta_kernel(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    dlse_ptr,
-    reference_ptr,
-    delta_ptr,
-    sizes,
-    out_strides,
-    dout_strides,
-    M,
-    heads,
-    batch,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    OUT_VEC: tl.constexpr,
-    DOUT_VEC: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    WIDE: tl.constexpr,
-    SHORT_M: tl.constexpr,
-    PAIR: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """delta = <out, dout> - dlse and the reference of every row, float32. Grid: one program per head, query tile and batch item, heads fastest."""
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, reference_ptr, delta_ptr,
+    sizes, out_strides, dout_strides,
+    M, heads, batch,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, OUT_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, HAS_DLSE: tl.constexpr,
+    WIDE: tl.constexpr, SHORT_M: tl.constexpr, PAIR: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta = <out, dout> - dlse and the reference of every row, float32.
+
+    Grid: one program per head (fastest), query tile and batch item.
+    """
     pid = tl.program_id(0)
     tiles = tl.cdiv(M, BLOCK_M)
     h, tile, b = pid % heads, pid // heads % tiles, pid // heads // tiles
@@ -82,70 +68,22 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "kv_heads", "group", "batch", "shift"])
 def dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    reference_ptr,
-    low_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    ds_ptr,
-    column_ptr,
-    term_ptrs,
-    sizes,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    dk_strides,
-    dv_strides,
-    ds_strides,
-    term_strides,
-    M,
-    N,
-    heads,
-    kv_heads,
-    group,
-    batch,
-    shift,
-    scale,
-    TERMS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    Q_VEC: tl.constexpr,
-    K_VEC: tl.constexpr,
-    V_VEC: tl.constexpr,
-    DOUT_VEC: tl.constexpr,
-    DK_VEC: tl.constexpr,
-    DV_VEC: tl.constexpr,
-    DS_VEC: tl.constexpr,
-    WANT_DK: tl.constexpr,
-    WANT_DV: tl.constexpr,
-    STORE_DS: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    SHORT_M: tl.constexpr,
-    SHORT_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    SCALED: tl.constexpr,
-    PAIR: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    IS_GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ORDER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr, dk_ptr, dv_ptr, ds_ptr, column_ptr, term_ptrs,
+    sizes, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, ds_strides, term_strides,
+    M, N, heads, kv_heads, group, batch, shift, scale,
+    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr,
+    DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, HAS_KEEP: tl.constexpr,
+    IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """dk and dv of a key tile, summed over the group of query heads that share it, in order.
 
     STORE_DS also writes every score gradient into ``ds_ptr``, which is the gradient of a bias of full shape;
-    SUM_COLUMNS writes its sums over queries, float32 ``(*B Hq N)``. Grid: one program per key tile, batch item, key head.
+    SUM_COLUMNS writes its sums over queries, float32 ``(*B Hq N)``. Grid: one program per key tile, batch item and key
+    head.
     """
     if EVEN_N:
         N = N // 16 * 16
@@ -220,7 +158,7 @@ def dkdv_kernel(
                     )
                     low = delta
                     if PAIR:
-                        low = tl.load(low_row + q_at + q_rows)
+                        low = tl.load(low_row + q_at + q_rows) * LOG2E
                     dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
                     y = score_tile(
                         tl.dot(k, tl.trans(q), input_precision=PRECISION),  # [N, M]
@@ -271,64 +209,17 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
 def dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    out_ptr,
-    lse_ptr,
-    low_ptr,
-    dlse_ptr,
-    reference_ptr,
-    delta_ptr,
-    dq_ptr,
-    row_sum_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, dq_ptr, row_sum_ptr,
     term_ptrs,
-    sizes,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    out_strides,
-    dq_strides,
-    term_strides,
-    M,
-    N,
-    heads,
-    group,
-    batch,
-    shift,
-    scale,
-    TERMS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    Q_VEC: tl.constexpr,
-    K_VEC: tl.constexpr,
-    V_VEC: tl.constexpr,
-    DOUT_VEC: tl.constexpr,
-    OUT_VEC: tl.constexpr,
-    DQ_VEC: tl.constexpr,
-    WANT_DQ: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    SHORT_M: tl.constexpr,
-    SHORT_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    SCALED: tl.constexpr,
-    PAIR: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    HIDES_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TAIL: tl.constexpr,
-    ORDER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides,
+    M, N, heads, group, batch, shift, scale,
+    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr,
+    DQ_VEC: tl.constexpr, WANT_DQ: tl.constexpr, HAS_DLSE: tl.constexpr, SUM_ROWS: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
+    PAIR: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
+    ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """dq = scale ds k of a query tile, scores recomputed.
 
     Computes delta first and stores it for the kernels that follow, which saves a launch and a pass over out and dout;
@@ -362,7 +253,7 @@ def dq_kernel(
     reference = row_reference(tl.load(lse_ptr + at), PAIR)
     low = reference
     if PAIR:
-        low = tl.load(low_ptr + at)
+        low = tl.load(low_ptr + at) * LOG2E
     out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
     out = load_rows(out_base, q_at, q_rows, out_strides, DV, BLOCK_DV, OUT_VEC, WIDE)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -431,35 +322,13 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
 def dq_from_ds_kernel(
-    ds_ptr,
-    k_ptr,
-    dq_ptr,
-    sizes,
-    ds_strides,
-    k_strides,
-    dq_strides,
-    M,
-    N,
-    heads,
-    group,
-    batch,
-    shift,
-    scale,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DS_VEC: tl.constexpr,
-    K_VEC: tl.constexpr,
-    DQ_VEC: tl.constexpr,
-    WIDE: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    SHORT_M: tl.constexpr,
-    SHORT_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    ds_ptr, k_ptr, dq_ptr,
+    sizes, ds_strides, k_strides, dq_strides,
+    M, N, heads, group, batch, shift, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DS_VEC: tl.constexpr, K_VEC: tl.constexpr, DQ_VEC: tl.constexpr,
+    WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """dq = scale ds k where ds was stored. Grid: one program per query tile, head and batch item."""
     if EVEN_N:
         N = N // 16 * 16

@@ -61,64 +61,22 @@ def split_index(owner, item, sizes, heads, OWNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk"])
 def dbias_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    reference_ptr,
-    low_ptr,
-    delta_ptr,
-    dbias_ptr,
-    term_ptrs,
-    sizes,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    dbias_strides,
-    chunk_stride,
-    term_strides,
-    M,
-    N,
-    heads,
-    group,
-    shift,
-    owners,
-    shared,
-    chunk,
-    scale,
-    TERMS: tl.constexpr,
-    OWNS: tl.constexpr,
-    FIXED: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    Q_VEC: tl.constexpr,
-    K_VEC: tl.constexpr,
-    V_VEC: tl.constexpr,
-    DOUT_VEC: tl.constexpr,
-    DBIAS_VEC: tl.constexpr,
-    WIDE: tl.constexpr,
-    WIDE_HEADS: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    SHORT_M: tl.constexpr,
-    SHORT_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    SCALED: tl.constexpr,
-    PAIR: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr, dbias_ptr, term_ptrs,
+    sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride, term_strides,
+    M, N, heads, group, shift, owners, shared, chunk, scale,
+    TERMS: tl.constexpr, OWNS: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr,
+    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
+    PAIR: tl.constexpr, HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """dbias tile = sum of ds over the (batch item, head) pairs that share it.
 
     OWNS marks the axes ``(*batch, heads)`` that the bias varies along; ``shared`` is the product of the sizes of the
-    others; terms that are the same for all of them (FIXED) are loaded once. Where they are split, each program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride``
-    apart. Grid: one program per tile of queries x keys (fastest), owned (batch item, head) pair, and chunk.
+    others. Terms that are the same for all of those (FIXED) are loaded once. Where the shared pairs are split, each
+    program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride`` apart. Grid: one program per tile
+    of queries x keys (fastest), owned (batch item, head) pair, and chunk.
     """
     if EVEN_N:
         N = N // 16 * 16
@@ -194,7 +152,7 @@ def dbias_kernel(
         delta = tl.load(delta_ptr + at)
         low = delta
         if PAIR:
-            low = tl.load(low_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows)
+            low = tl.load(low_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows) * LOG2E
         dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
         v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
         y = score_tile(

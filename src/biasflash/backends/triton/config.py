@@ -12,13 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rule may look at. ``kernel`` is forward, delta, dkdv, dq, dq_from_ds or dbias; widths are the padded ones."""
+    """What a rule may look at; ``kernel`` is forward, delta, dkdv, dq, dq_from_ds or dbias."""
 
     kernel: str
-    width: int  # the larger of the padded D and Dv
+    width: int  # the larger of the padded D and Dv (powers of two)
     columns: int  # their sum
     itemsize: int  # bytes of an element of q
     has_dense: bool
+    bias_itemsize: int  # bytes of an element of the widest bias or mask plane, 0 without one
     shared_memory: int  # bytes a program may take
 
 
@@ -31,6 +32,7 @@ class TileConfig:
     warps: int
     stages: int
     registers: int | None = None
+    spill_bytes: int = 0  # a thread may spill so much; more than 0 where that measured faster than any tile without
 
     def __str__(self) -> str:
         cap = f", registers <= {self.registers}" if self.registers else ""
@@ -50,8 +52,8 @@ class Rule:
     max_columns: int = 512
 
 
-def _tile(m: int, n: int, warps: int, stages: int, registers: int | None = None) -> TileConfig:
-    return TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers)
+def _tile(m: int, n: int, warps: int, stages: int, registers: int | None = None, spill_bytes: int = 0) -> TileConfig:
+    return TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers, spill_bytes=spill_bytes)
 
 
 def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str, **more: Any) -> Rule:
@@ -71,18 +73,31 @@ RULES: tuple[Rule, ...] = (
     _rule("delta", 256, 2, _tile(64, 64, 4, 1), "memory bound; 32 to 128 rows measure the same"),
     _rule("delta", 256, 4, _tile(32, 32, 4, 1), "memory bound"),
     # --------------------------------------------------------------------------------------------------- dkdv, 16 bits
-    _rule("dkdv", 32, 2, _tile(64, 64, 4, 2, 128), "512 x 4 heads of 512: 0.718 ms, uncapped 0.742"),
-    _rule("dkdv", 64, 2, _tile(64, 64, 4, 2, 168), "16 x 12 heads of 1k: 0.359 ms, uncapped 0.432", dense_only=True),
+    _rule("dkdv", 32, 2, _tile(64, 64, 4, 2, 168), "512 x 4 heads of 512: 0.755 ms, uncapped 1.00", dense_only=True),
+    _rule("dkdv", 32, 2, _tile(64, 64, 4, 2, 128, 96), "16 x 8 heads, 100 over 16k, mask: 0.547 ms, uncapped 0.755"),
+    _rule(
+        "dkdv",
+        64,
+        2,
+        _tile(32, 64, 4, 2, 128, 96),
+        "16 x 12 heads of 1k: 0.355 ms, 64 x 64 takes 0.426",
+        dense_only=True,
+    ),
     _rule("dkdv", 64, 2, _tile(32, 64, 4, 3, 128), "4 x 32 heads of 4k, no bias: 2.53 ms, 64 x 64 takes 2.64"),
     _rule("dkdv", 128, 2, _tile(32, 64, 4, 2), "full bias 4k: 0.932 ms, 64 x 64 takes 1.14"),
-    _rule("dkdv", 256, 2, _tile(32, 128, 8, 2), "D 192, Dv 128, 4k: 1.07 ms, next best 1.62", max_columns=384),
-    _rule("dkdv", 256, 2, _tile(64, 32, 4, 1), "2 x 16 heads of 4k, D 256: 5.83 ms, 32 x 64 takes 6.06"),
+    _rule(
+        "dkdv", 256, 2, _tile(32, 128, 8, 2, None, 64), "D 192, Dv 128, 4k: 1.07 ms, next best 1.62", max_columns=384
+    ),
+    _rule("dkdv", 256, 2, _tile(64, 32, 4, 1, None, 288), "2 x 16 heads of 4k, D 256: 5.83 ms, 32 x 64 takes 6.06"),
     _rule("dkdv", 256, 2, _tile(16, 32, 8, 1), "fits 99 KiB of shared memory"),
     # ----------------------------------------------------------------------------------------------------- dq, 16 bits
-    _rule("dq", 64, 2, _tile(64, 64, 4, 3), "4 x 16 heads of 4k, causal, shared bias: 0.495 ms, 128 x 64 takes 0.505"),
+    _rule("dq", 32, 2, _tile(64, 64, 4, 3, 128), "512 x 4 heads of 512: 0.415 ms, uncapped 0.451", dense_only=True),
+    _rule("dq", 32, 2, _tile(64, 64, 4, 3), "16 x 8 heads, 100 over 16k, mask: 0.244 ms, capped 0.248"),
+    _rule("dq", 64, 2, _tile(128, 64, 8, 3, 128, 64), "4 x 32 heads of 4k, no bias: 1.36 ms, 64 x 64 takes 1.46"),
+    _rule("dq", 64, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
     _rule("dq", 128, 2, _tile(64, 64, 4, 2), "1 x 16 heads of 16k, causal: 2.97 ms, 128 x 64 takes 3.40"),
     _rule("dq", 128, 2, _tile(64, 32, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dq", 256, 2, _tile(128, 64, 8, 1), "2 x 16 heads of 4k, D 256: 1.79 ms, 64 x 64 takes 1.95"),
+    _rule("dq", 256, 2, _tile(128, 64, 8, 1, None, 128), "2 x 16 heads of 4k, D 256: 1.79 ms, 64 x 64 takes 1.95"),
     _rule("dq", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
     _rule("dq", 256, 2, _tile(32, 32, 4, 1), "fits 99 KiB of shared memory"),
     _rule("dq_from_ds", 64, 2, _tile(128, 64, 4, 4), "full bias 2k: 0.147 ms, 64 x 64 takes 0.150"),
@@ -92,38 +107,49 @@ RULES: tuple[Rule, ...] = (
     _rule("dq_from_ds", 256, 2, _tile(64, 64, 4, 2), "fits 163 KiB of shared memory"),
     _rule("dq_from_ds", 256, 2, _tile(32, 32, 4, 2), "fits 99 KiB of shared memory"),
     # -------------------------------------------------------------------------------------------------- dbias, 16 bits
+    _rule("dbias", 32, 2, _tile(64, 64, 4, 3, 168), "512 x 4 heads of 512: 0.339 ms, uncapped 0.352"),
     _rule("dbias", 64, 2, _tile(64, 64, 4, 3), "16 x 12 heads of 1k: 0.187 ms, 128 x 64 takes 0.217"),
     _rule("dbias", 64, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dbias", 128, 2, _tile(64, 64, 4, 2), "operands of 128 columns leave room for two stages"),
+    _rule("dbias", 128, 2, _tile(128, 64, 8, 2), "4 x 8 heads of 2k: 0.311 ms, 64 x 64 takes 0.390"),
+    _rule("dbias", 128, 2, _tile(64, 64, 4, 1), "fits 163 KiB of shared memory"),
     _rule("dbias", 128, 2, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dbias", 256, 2, _tile(128, 64, 8, 1), "4 x 8 heads of 2k, D 256: 0.637 ms, 64 x 64 takes 0.918"),
+    _rule("dbias", 256, 2, _tile(128, 64, 8, 1, None, 32), "4 x 8 heads of 2k, D 256: 0.637 ms, 64 x 64 takes 0.918"),
     _rule("dbias", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
     _rule("dbias", 256, 2, _tile(32, 32, 4, 1), "fits 99 KiB of shared memory"),
-    # --------------------------------------------------------------------------------------------------------- float32
-    _rule("forward", 64, 4, _tile(64, 64, 4, 1), "2 x 8 heads of 2k, full bias: 0.459 ms, 64 x 32 takes 0.508"),
-    _rule("forward", 128, 4, _tile(64, 32, 4, 1), "three-pass TF32 of 128 columns"),
-    _rule("forward", 128, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("forward", 256, 4, _tile(16, 32, 8, 1), "operands of 1 KiB a row"),
-    _rule("dkdv", 64, 4, _tile(32, 128, 8, 1), "2 x 8 heads of 2k, full bias: 0.882 ms, 32 x 64 takes 0.916"),
+    # ------------------------------------------------------- float32 (2 x 8 heads of 2k with a bias, six-pass products)
+    _rule("forward", 64, 4, _tile(64, 64, 4, 1, None, 96), "0.355 ms, 128 x 64 takes 0.367"),
+    _rule("forward", 128, 4, _tile(64, 32, 4, 2, None, 160), "0.699 ms, 128 x 32 takes 0.752"),
+    _rule("forward", 128, 4, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("forward", 256, 4, _tile(128, 16, 8, 1, None, 672), "2.51 ms, 64 x 32 takes 3.13"),
+    _rule("forward", 256, 4, _tile(64, 16, 4, 1), "fits 163 KiB of shared memory"),
+    _rule("forward", 256, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dkdv", 64, 4, _tile(64, 128, 8, 1, None, 288), "0.619 ms, 32 x 64 takes 0.678"),
     _rule("dkdv", 64, 4, _tile(32, 64, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dkdv", 128, 4, _tile(16, 32, 8, 1), "four split products of 128 columns"),
-    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
-    _rule("dq", 64, 4, _tile(64, 32, 4, 1), "three split products: registers before stages"),
-    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "three split products of 128 columns"),
-    _rule("dq", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
-    _rule("dq_from_ds", 64, 4, _tile(128, 32, 4, 2), "2 x 8 heads of 2k: 0.201 ms, 32 x 32 takes 0.255"),
+    _rule("dkdv", 128, 4, _tile(16, 64, 4, 1, None, 544), "2.11 ms, 32 x 64 takes 2.61"),
+    _rule("dkdv", 128, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dkdv", 256, 4, _tile(16, 16, 4, 1, None, 608), "10.4 ms, 16 x 64 takes 20.3"),
+    _rule("dq", 64, 4, _tile(64, 64, 4, 1, None, 128), "0.453 ms, 64 x 32 takes 0.532"),
+    _rule("dq", 64, 4, _tile(64, 16, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dq", 128, 4, _tile(64, 16, 4, 1, None, 320), "1.34 ms, 64 x 32 takes 1.43"),
+    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dq", 256, 4, _tile(64, 16, 4, 1, None, 1600), "5.05 ms, 16 x 16 takes 8.35"),
+    _rule("dq", 256, 4, _tile(16, 16, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dq_from_ds", 64, 4, _tile(128, 32, 4, 2), "0.201 ms, 32 x 32 takes 0.255"),
     _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "one split product"),
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "operands of 1 KiB a row"),
-    _rule("dbias", 64, 4, _tile(64, 32, 4, 1), "two split products and the tile itself in registers"),
-    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "two split products of 128 columns"),
-    _rule("dbias", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
+    _rule("dbias", 64, 4, _tile(64, 64, 4, 1, None, 160), "0.433 ms, 64 x 32 takes 0.583"),
+    _rule("dbias", 64, 4, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dbias", 128, 4, _tile(64, 32, 4, 1, None, 672), "1.27 ms, 64 x 16 takes 1.90"),
+    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dbias", 256, 4, _tile(64, 16, 4, 1, None, 1600), "12.0 ms; nothing else comes near: spills"),
+    _rule("dbias", 256, 4, _tile(16, 16, 4, 1), "fits 99 KiB of shared memory"),
 )
 
 
 def shared_bytes(facts: Facts, tile: TileConfig) -> int:
     """Shared memory of a program, from above: the tiles that stay plus ``stages`` copies of the tiles that stream."""
     row = facts.width * facts.itemsize
-    bias = tile.block_m * tile.block_n * 4 if facts.has_dense else 0
+    bias = tile.block_m * tile.block_n * facts.bias_itemsize if tile.stages > 1 else 0  # else it stays in registers
     score = tile.block_m * tile.block_n * facts.itemsize
     stay, stream = {
         "forward": (tile.block_m * row, 2 * tile.block_n * row + bias),

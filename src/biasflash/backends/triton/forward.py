@@ -23,52 +23,19 @@ from biasflash.tile.span import key_span, place
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
 def forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    low_ptr,
-    term_ptrs,
-    sizes,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    term_strides,
-    M,
-    N,
-    heads,
-    group,
-    batch,
-    shift,
-    scale,
-    TERMS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    Q_VEC: tl.constexpr,
-    K_VEC: tl.constexpr,
-    V_VEC: tl.constexpr,
-    OUT_VEC: tl.constexpr,
-    WIDE: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    SHORT_M: tl.constexpr,
-    SHORT_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    SCALED: tl.constexpr,
-    PAIR: tl.constexpr,
-    LOW_RANGE: tl.constexpr,
-    KEEP_LOW: tl.constexpr,
-    HIDES_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ORDER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """out = softmax(scale q k^T + biases, hidden pairs at -inf) v. Grid: one program per query tile, batch item and head."""
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs,
+    sizes, q_strides, k_strides, v_strides, out_strides, term_strides,
+    M, N, heads, group, batch, shift, scale,
+    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
+    PAIR: tl.constexpr, LOW_RANGE: tl.constexpr, KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale q k^T + biases, hidden pairs at -inf) v.
+
+    Grid: one program per query tile, batch item and head.
+    """
     if EVEN_N:
         N = N // 16 * 16  # equal, and tells the compiler that key masks come in sixteens
     tiles = tl.cdiv(M, BLOCK_M)

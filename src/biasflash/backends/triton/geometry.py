@@ -20,7 +20,7 @@ class View:
 
 
 def code(value: int) -> int:
-    """``2 x + 3``: an odd integer above 1, so that Triton does not compile anew for each value (``tile.memory.plain``)."""
+    """``2 x + 3``, odd and above 1: Triton does not compile anew for each value (``tile.memory.plain``)."""
     return 2 * value + 3
 
 
@@ -78,8 +78,8 @@ def merge_batch(batch: Sequence[int], strides: dict[str, list[int]]) -> tuple[tu
 def view(strides: Sequence[int], itemsize: int, width: int, aligned: bool, broadcasts: bool = True) -> View:
     """The ``View`` of a tensor whose last axis has ``width`` elements.
 
-    ``aligned``: it starts at a multiple of 16 bytes. ``broadcasts``: a last stride of 0 is an axis along which kernels do
-    not move at all (score terms); elsewhere it is a stride like any other.
+    ``aligned``: it starts at a multiple of 16 bytes. ``broadcasts``: a last stride of 0 is an axis along which
+    kernels do not move at all (score terms); elsewhere it is a stride like any other.
     """
     *outer, last = strides
     if width > 1 and last != 1 and not (broadcasts and last == 0):

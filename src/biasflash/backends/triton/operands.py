@@ -76,7 +76,7 @@ class Launch:
 
     def values(self, tensors: Mapping[str, Tensor]) -> list[Any]:
         """Arguments in the kernel's order, slots filled."""
-        filled = []
+        filled: list[Any] = []
         for value in self.arguments.values():
             if isinstance(value, Slot):
                 filled.append(tensors[value])
@@ -237,6 +237,7 @@ class Operands:
             columns=padded(p.D) + padded(p.Dv),
             itemsize=p.dtype.itemsize,
             has_dense=self.has_dense,
+            bias_itemsize=max((t.dtype.itemsize for t in p.terms), default=0),
             shared_memory=self.device.shared_memory,
         )
         tile, why = config.choose_tile(facts)

@@ -193,7 +193,7 @@ class BackwardPlan:
         )
 
     def _dbias(self, i: int) -> Iterator[Launch]:
-        """The owner kernel of one shared bias, in fixed chunks if there are fewer tiles than programs that fit the GPU."""
+        """The owner kernel of one shared bias, in fixed chunks if its tiles are too few to fill the GPU."""
         p, sums = self.problem, f"grad{i}"
         view = self.ops.views[sums]
         axes = (*self.ops.sizes, p.Hq)
