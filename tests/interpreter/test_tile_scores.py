@@ -208,9 +208,10 @@ def softmax_kernel(
     tl.store(lse_ptr + rows, lse)
     tl.store(low_ptr + rows, low)
     reference = tl.expand_dims(row_reference(lse, PAIR), AXIS)
+    low = tl.expand_dims(low * LOG2E, AXIS)
     for start in range(0, keys, BLOCK_N):
         y = tl.load(y_ptr + q_pos * keys + start + k_pos)
-        p = probability(y, reference, tl.expand_dims(low, AXIS), unit, PAIR)
+        p = probability(y, reference, low, unit, PAIR)
         tl.store(weight_ptr + q_pos * keys + start + k_pos, p)
 
 
