@@ -75,10 +75,10 @@ def shifted(start, length, BLOCK: tl.constexpr, SHORT: tl.constexpr):
 
 @triton.jit
 def shifted_keys(start, length, BLOCK: tl.constexpr, SHORT: tl.constexpr, EVEN: tl.constexpr):
-    """``shifted`` along the axis that bias rows are contiguous in; EVEN: the length is a multiple of 16."""
+    """``shifted`` along the axis that bias rows are contiguous in; EVEN: the length is a multiple of 8."""
     at = shifted(start, length, BLOCK, SHORT)
-    if EVEN and BLOCK % 16 == 0:
-        at = tl.multiple_of(at, 16)
+    if EVEN:
+        at = tl.multiple_of(at, 8)
     return at
 
 

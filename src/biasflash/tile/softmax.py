@@ -1,9 +1,10 @@
 """Running softmax in base 2: step, finish, and the weight recovered from the log-sum-exp.
 
-``unit`` turns a score into base-2 units (``log2(e)``, times the scale where scores do not carry it). With PAIR (float32
-inputs; in backward also any bias that float16 cannot hold) the log-sum-exp is two floats, ``lse + low``, and
-differences are taken before the unit is applied: the weight is then right for scores of 1e7 and for ``finfo.min``.
-Without it one FMA does both.
+``unit`` turns a score into base-2 units (``log2(e)``, times the scale where scores do not carry it). With PAIR
+differences are taken before the unit is applied, and backward subtracts the log-sum-exp as two floats, ``lse + low``:
+weights are then right for scores of 1e7 and for ``finfo.min``. Without it one FMA does both. Forward uses it for
+float32 and float16 inputs (whose weights resolve what that FMA rounds away at scores of 1e5), backward for float32
+inputs and for any bias that float16 cannot hold.
 """
 
 import triton

@@ -86,7 +86,7 @@ def dkdv_kernel(
     head.
     """
     if EVEN_N:
-        N = N // 16 * 16
+        N = N // 8 * 8
     tile, b, kv_head = place(tl.program_id(0), tl.cdiv(N, BLOCK_N), batch, kv_heads, ORDER)
     k_start = tile * BLOCK_N
     k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
@@ -226,7 +226,7 @@ def dq_kernel(
     SUM_ROWS writes the sums of ds over keys, float32 ``(*B Hq M)``. Grid: one program per query tile, batch item, head.
     """
     if EVEN_N:
-        N = N // 16 * 16
+        N = N // 8 * 8
     tiles = tl.cdiv(M, BLOCK_M)
     tile, b, h = place(tl.program_id(0), tiles, batch, heads, ORDER)
     if IS_CAUSAL:
@@ -331,7 +331,7 @@ def dq_from_ds_kernel(
 ):  # fmt: skip
     """dq = scale ds k where ds was stored. Grid: one program per query tile, head and batch item."""
     if EVEN_N:
-        N = N // 16 * 16
+        N = N // 8 * 8
     tiles = tl.cdiv(M, BLOCK_M)
     tile, b, h = place(tl.program_id(0), tiles, batch, heads, "tile,head,batch")
     if IS_CAUSAL:

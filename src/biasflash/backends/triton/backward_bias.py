@@ -79,7 +79,7 @@ def dbias_kernel(
     of queries x keys (fastest), owned (batch item, head) pair, and chunk.
     """
     if EVEN_N:
-        N = N // 16 * 16
+        N = N // 8 * 8
     k_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.cdiv(M, BLOCK_M) * k_tiles
     tile = tl.program_id(0) % tiles

@@ -37,7 +37,7 @@ def forward_kernel(
     Grid: one program per query tile, batch item and head.
     """
     if EVEN_N:
-        N = N // 16 * 16  # equal, and tells the compiler that key masks come in sixteens
+        N = N // 8 * 8  # equal, and tells the compiler that keys come in eights
     tiles = tl.cdiv(M, BLOCK_M)
     tile, b, h = place(tl.program_id(0), tiles, batch, heads, ORDER)
     if IS_CAUSAL:

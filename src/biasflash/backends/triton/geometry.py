@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class View:
     """One tensor as a kernel reads it: encoded strides ``(*batch, head, row, column)`` and its alignment class.
 
-    ``vec`` is 0 for any strides, 1 for a unit last stride, else the elements in 16 bytes, by which the address and
-    every other stride are divisible; strides are in units of it.
+    ``vec`` is 0 for any strides, 1 for a unit last stride, else the elements in 16 bytes (at most 8), by which
+    every other stride is divisible; strides are in units of it.
     """
 
     vec: int
@@ -85,7 +85,7 @@ def view(strides: Sequence[int], itemsize: int, width: int, aligned: bool, broad
     if width > 1 and last != 1 and not (broadcasts and last == 0):
         vec = 0
     else:
-        full = 16 // itemsize
+        full = min(16 // itemsize, 8)  # bytes too move in eights, so that masks and biases share one alignment class
         vec = full if aligned and all(s % full == 0 for s in outer) else 1
     unit = max(vec, 1)
     codes = (*(code(s // unit) for s in outer), code(last if vec == 0 else 1))

@@ -60,7 +60,7 @@ def run_forward(
     p = problem
     out = q.new_empty((*p.batch, p.M, p.Hq, p.Dv))
     lse = q.new_empty((*p.batch, p.Hq, p.M), dtype=torch.float32)
-    low = torch.zeros_like(lse) if p.keeps_low else lse.new_empty(0)
+    low = lse.new_empty(lse.shape if p.keeps_low else 0)
     if p.is_empty:
         return out.zero_(), lse.fill_(float("-inf")), low
     rows = _key(q), _key(k), _key(v), _key(out)

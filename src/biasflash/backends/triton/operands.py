@@ -74,16 +74,21 @@ class Launch:
     why: str = ""
     _compiled: Any = field(default=None, repr=False)
 
+    @cached_property
+    def _slots(self) -> tuple[list[tuple[int, Slot]], list[tuple[int, tuple[Slot, ...]]]]:
+        """Positions of tensors, and of tuples of tensors, among the arguments."""
+        values = list(enumerate(self.arguments.values()))
+        several = [(i, v) for i, v in values if isinstance(v, tuple) and v and isinstance(v[0], Slot)]
+        return [(i, v) for i, v in values if isinstance(v, Slot)], several
+
     def values(self, tensors: Mapping[str, Tensor]) -> list[Any]:
         """Arguments in the kernel's order, slots filled."""
-        filled: list[Any] = []
-        for value in self.arguments.values():
-            if isinstance(value, Slot):
-                filled.append(tensors[value])
-            elif isinstance(value, tuple) and value and isinstance(value[0], Slot):
-                filled.append(tuple(tensors[slot] for slot in value))
-            else:
-                filled.append(value)
+        filled = list(self.arguments.values())
+        single, several = self._slots
+        for i, slot in single:
+            filled[i] = tensors[slot]
+        for i, slots in several:
+            filled[i] = tuple([tensors[slot] for slot in slots])
         return filled
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
@@ -203,13 +208,15 @@ class Operands:
             "BLOCK_DV": padded(p.Dv),
             "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
             "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31 or any(self._extent(n, 0) >= 2**31 for n in read),
-            "EVEN_N": bool(p.terms) and p.N % 16 == 0,
+            "EVEN_N": bool(p.terms) and p.N % 8 == 0,
             "IS_CAUSAL": p.causal_shift is not None,
             "IS_GROUPED": p.Hq != p.Hkv,
             "SCALED": self.has_dense or pair or p.scale <= 0,
-            "PAIR": pair,
+            "PAIR": pair
+            or p.dtype == torch.float16,  # float16 weights resolve what one FMA rounds away at scores of 1e5
             "LOW_RANGE": low_range,
-            "KEEP_LOW": pair or low_range,
+            "KEEP_LOW": p.keeps_low,
+            "USE_LOW": pair or low_range,
             "HAS_KEEP": any(t.kind == "keep" for t in p.terms),
             "HIDES_KEYS": self.hides_keys,
             "PRECISION": float32_products() if pair else "tf32",

@@ -152,7 +152,7 @@ class BackwardPlan:
             "delta_ptr": Slot("delta"),
             "dlse_ptr": Slot("dlse" if self.has_dlse else "lse"),
             "TAIL": self.tail,
-            "PAIR": self.ops.constants["KEEP_LOW"],  # weights of rows as low as finfo.min need both halves of lse
+            "PAIR": self.ops.constants["USE_LOW"],  # weights of rows as low as finfo.min need both halves of lse
             "HAS_DLSE": self.has_dlse,
         }
 
@@ -211,7 +211,7 @@ class BackwardPlan:
             sums = f"partial{i}"
             self.scratch[sums] = chunks * count
             sizes = [size if own else 1 for size, own in zip(axes, owns, strict=True)]
-            view = geometry.view(geometry.contiguous_strides([*sizes, p.M, p.N]), 4, p.N, count % 4 == 0)
+            view = geometry.view(geometry.contiguous_strides([*sizes, p.M, p.N]), 4, p.N, p.N % 8 == 0)
         yield self.ops.launch(
             backward_bias.dbias_kernel,
             "dbias",
