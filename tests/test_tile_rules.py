@@ -29,9 +29,10 @@ EVERYTHING = [
         has_dense=dense,
         bias_itemsize=plane,
         shared_memory=memory,
+        capability=capability,
     )
-    for kernel, width, narrower, itemsize, memory in itertools.product(
-        KERNELS, WIDTHS, WIDTHS, (2, 4), (SMALL, MIDDLE, LARGE)
+    for kernel, width, narrower, itemsize, (memory, capability) in itertools.product(
+        KERNELS, WIDTHS, WIDTHS, (2, 4), ((SMALL, 86), (MIDDLE, 80), (LARGE, 90), (LARGE, 100))
     )
     if narrower <= width
     # no term; a mask; a bias of one row; a bias plane of 16 bits, of float32
@@ -87,9 +88,11 @@ def test_rules_for_less_shared_memory_say_so() -> None:
 
 @pytest.mark.parametrize(("kernel", "itemsize"), list(itertools.product(KERNELS, (2, 4))))
 def test_rules_stand_in_order_of_width(kernel: str, itemsize: int) -> None:
-    widths = [rule.max_width for rule in RULES if (rule.kernel, rule.itemsize) == (kernel, itemsize)]
-    assert widths == sorted(widths)
-    assert widths[-1] == MAX_WIDTH
+    rules = [rule for rule in RULES if (rule.kernel, rule.itemsize) == (kernel, itemsize)]
+    for capability in {rule.capability for rule in rules}:
+        widths = [rule.max_width for rule in rules if rule.capability == capability]
+        assert widths == sorted(widths)
+    assert [rule.max_width for rule in rules if rule.capability is None][-1] == MAX_WIDTH
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.kernel} {r.max_width} {r.itemsize} {r.tile}")

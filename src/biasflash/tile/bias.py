@@ -37,7 +37,7 @@ def term_pointers(
 ):
     """Pointers of one tile; an axis along which the term does not vary has size 1 in the result."""
     NB: tl.constexpr = len(strides) - 3
-    row = step_of(strides[NB + 1], VEC)
+    row = step_of(strides[NB + 1], VEC, WIDE)
     column = 1
     if VEC == 0:
         column = plain(strides[NB + 2])

@@ -40,23 +40,23 @@ def local(BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def step_of(code, VEC: tl.constexpr):
+def step_of(code, VEC: tl.constexpr, WIDE: tl.constexpr = True):
     """A stride in elements. Strides travel in units of VEC, so the product shows the compiler its alignment."""
-    return plain(code) * (VEC if VEC > 0 else 1)
+    return wide_if(plain(code), WIDE) * (VEC if VEC > 0 else 1)
 
 
 @triton.jit
 def head_offset(b, h, strides, sizes, VEC: tl.constexpr, WIDE: tl.constexpr = True):
     """Elements from the tensor's start to head ``h`` of batch item ``b``; strides: ``(*batch, head, row, column)``."""
     NB: tl.constexpr = len(sizes)
-    offset = wide_if(h, WIDE) * step_of(strides[NB], VEC)
+    offset = wide_if(h, WIDE) * step_of(strides[NB], VEC, WIDE)
     rest = b
     for i in tl.static_range(NB):
         if i + 1 < NB:
-            offset += wide_if(rest % plain(sizes[NB - 1 - i]), WIDE) * step_of(strides[NB - 1 - i], VEC)
+            offset += wide_if(rest % plain(sizes[NB - 1 - i]), WIDE) * step_of(strides[NB - 1 - i], VEC, WIDE)
             rest = rest // plain(sizes[NB - 1 - i])
         else:
-            offset += wide_if(rest, WIDE) * step_of(strides[0], VEC)
+            offset += wide_if(rest, WIDE) * step_of(strides[0], VEC, WIDE)
     return offset
 
 
@@ -104,7 +104,7 @@ def inside(positions, length, SHORT: tl.constexpr):
 def row_pointers(base, start, rows, strides, BLOCK_W: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr):
     """Pointers of the rows ``start + rows`` of one head: ``[rows, BLOCK_W]``."""
     NB: tl.constexpr = len(strides) - 3
-    row = step_of(strides[NB + 1], VEC)
+    row = step_of(strides[NB + 1], VEC, WIDE)
     if VEC > 0:
         offsets = rows[:, None] * row + tl.arange(0, BLOCK_W)[None, :]
     else:

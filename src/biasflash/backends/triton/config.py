@@ -21,6 +21,7 @@ class Facts:
     has_dense: bool
     bias_itemsize: int  # bytes of an element of the widest bias or mask plane, 0 without one
     shared_memory: int  # bytes a program may take
+    capability: int = 90  # major * 10 + minor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Rule:
     why: str
     dense_only: bool = False
     max_columns: int = 512
+    capability: int | None = None  # only for this one
 
 
 def _tile(m: int, n: int, warps: int, stages: int, registers: int | None = None, spill_bytes: int = 0) -> TileConfig:
@@ -73,18 +75,20 @@ RULES: tuple[Rule, ...] = (
     _rule("delta", 256, 2, _tile(64, 64, 4, 1), "memory bound; 32 to 128 rows measure the same"),
     _rule("delta", 256, 4, _tile(32, 32, 4, 1), "memory bound"),
     # --------------------------------------------------------------------------------------------------- dkdv, 16 bits
-    _rule("dkdv", 32, 2, _tile(64, 64, 4, 2, 168), "512 x 4 heads of 512: 0.755 ms, uncapped 1.00", dense_only=True),
+    _rule(
+        "dkdv", 32, 2, _tile(64, 64, 4, 2, 168, 32), "512 x 4 heads of 512: 0.755 ms, uncapped 1.00", dense_only=True
+    ),
     _rule("dkdv", 32, 2, _tile(64, 64, 4, 2, 128, 96), "16 x 8 heads, 100 over 16k, mask: 0.547 ms, uncapped 0.755"),
     _rule(
         "dkdv",
         64,
         2,
-        _tile(32, 64, 4, 2, 128, 96),
+        _tile(32, 64, 4, 2, 128, 128),
         "16 x 12 heads of 1k: 0.355 ms, 64 x 64 takes 0.426",
         dense_only=True,
     ),
-    _rule("dkdv", 64, 2, _tile(32, 64, 4, 3, 128), "4 x 32 heads of 4k, no bias: 2.53 ms, 64 x 64 takes 2.64"),
-    _rule("dkdv", 128, 2, _tile(32, 64, 4, 2), "full bias 4k: 0.932 ms, 64 x 64 takes 1.14"),
+    _rule("dkdv", 64, 2, _tile(32, 64, 4, 3, 128, 64), "4 x 32 heads of 4k, no bias: 2.53 ms, 64 x 64 takes 2.64"),
+    _rule("dkdv", 128, 2, _tile(32, 64, 4, 2, None, 160), "full bias 4k: 0.932 ms, 64 x 64 takes 1.14"),
     _rule(
         "dkdv", 256, 2, _tile(32, 128, 8, 2, None, 64), "D 192, Dv 128, 4k: 1.07 ms, next best 1.62", max_columns=384
     ),
@@ -105,44 +109,50 @@ RULES: tuple[Rule, ...] = (
     _rule("dq_from_ds", 128, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
     _rule("dq_from_ds", 256, 2, _tile(128, 64, 8, 3), "2 x 8 heads of 2k, D 256: 0.065 ms, 64 x 64 takes 0.088"),
     _rule("dq_from_ds", 256, 2, _tile(64, 64, 4, 2), "fits 163 KiB of shared memory"),
-    _rule("dq_from_ds", 256, 2, _tile(32, 32, 4, 2), "fits 99 KiB of shared memory"),
     # -------------------------------------------------------------------------------------------------- dbias, 16 bits
     _rule("dbias", 32, 2, _tile(64, 64, 4, 3, 168), "512 x 4 heads of 512: 0.339 ms, uncapped 0.352"),
     _rule("dbias", 64, 2, _tile(64, 64, 4, 3), "16 x 12 heads of 1k: 0.187 ms, 128 x 64 takes 0.217"),
     _rule("dbias", 64, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
     _rule("dbias", 128, 2, _tile(128, 64, 8, 2), "4 x 8 heads of 2k: 0.311 ms, 64 x 64 takes 0.390"),
     _rule("dbias", 128, 2, _tile(64, 64, 4, 1), "fits 163 KiB of shared memory"),
-    _rule("dbias", 128, 2, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
     _rule("dbias", 256, 2, _tile(128, 64, 8, 1, None, 32), "4 x 8 heads of 2k, D 256: 0.637 ms, 64 x 64 takes 0.918"),
     _rule("dbias", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
-    _rule("dbias", 256, 2, _tile(32, 32, 4, 1), "fits 99 KiB of shared memory"),
-    # ------------------------------------------------------- float32 (2 x 8 heads of 2k with a bias, six-pass products)
-    _rule("forward", 64, 4, _tile(64, 64, 4, 1, None, 96), "0.355 ms, 128 x 64 takes 0.367"),
-    _rule("forward", 128, 4, _tile(64, 32, 4, 2, None, 160), "0.699 ms, 128 x 32 takes 0.752"),
-    _rule("forward", 128, 4, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("forward", 256, 4, _tile(128, 16, 8, 1, None, 672), "2.51 ms, 64 x 32 takes 3.13"),
-    _rule("forward", 256, 4, _tile(64, 16, 4, 1), "fits 163 KiB of shared memory"),
-    _rule("forward", 256, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dkdv", 64, 4, _tile(64, 128, 8, 1, None, 288), "0.619 ms, 32 x 64 takes 0.678"),
-    _rule("dkdv", 64, 4, _tile(32, 64, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dkdv", 128, 4, _tile(16, 64, 4, 1, None, 544), "2.11 ms, 32 x 64 takes 2.61"),
-    _rule("dkdv", 128, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dkdv", 256, 4, _tile(16, 16, 4, 1, None, 608), "10.4 ms, 16 x 64 takes 20.3"),
-    _rule("dq", 64, 4, _tile(64, 64, 4, 1, None, 128), "0.453 ms, 64 x 32 takes 0.532"),
-    _rule("dq", 64, 4, _tile(64, 16, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dq", 128, 4, _tile(64, 16, 4, 1, None, 320), "1.34 ms, 64 x 32 takes 1.43"),
-    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dq", 256, 4, _tile(64, 16, 4, 1, None, 1600), "5.05 ms, 16 x 16 takes 8.35"),
-    _rule("dq", 256, 4, _tile(16, 16, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dq_from_ds", 64, 4, _tile(128, 32, 4, 2), "0.201 ms, 32 x 32 takes 0.255"),
+    # --------------------------------------- float32 on Hopper (2 x 8 heads of 2k with a bias, six bfloat16 passes)
+    _rule("forward", 64, 4, _tile(64, 64, 4, 1, None, 96), "0.355 ms, 128 x 64 takes 0.367", capability=90),
+    _rule("forward", 128, 4, _tile(64, 32, 4, 2, None, 160), "0.699 ms, 128 x 32 takes 0.752", capability=90),
+    _rule("forward", 256, 4, _tile(128, 16, 8, 1, None, 672), "2.51 ms, 64 x 32 takes 3.13", capability=90),
+    _rule("dkdv", 64, 4, _tile(64, 128, 8, 1, None, 288), "0.619 ms, 32 x 64 takes 0.678", capability=90),
+    _rule("dkdv", 128, 4, _tile(16, 64, 4, 1, None, 608), "2.11 ms, 32 x 64 takes 2.61", capability=90),
+    _rule("dkdv", 256, 4, _tile(16, 16, 4, 1, None, 608), "10.4 ms, 16 x 64 takes 20.3", capability=90),
+    _rule("dq", 64, 4, _tile(64, 64, 4, 1, None, 128), "0.453 ms, 64 x 32 takes 0.532", capability=90),
+    _rule("dq", 128, 4, _tile(64, 16, 4, 1, None, 320), "1.34 ms, 64 x 32 takes 1.43", capability=90),
+    _rule("dq", 256, 4, _tile(64, 16, 4, 1, None, 1664), "5.05 ms, 16 x 16 takes 8.35", capability=90),
+    _rule("dbias", 64, 4, _tile(64, 64, 4, 1, None, 160), "0.433 ms, 64 x 32 takes 0.583", capability=90),
+    _rule("dbias", 128, 4, _tile(64, 32, 4, 1, None, 672), "1.27 ms, 64 x 16 takes 1.90", capability=90),
+    _rule(
+        "dbias",
+        256,
+        4,
+        _tile(64, 16, 4, 1, None, 1600),
+        "12.0 ms; everything smaller takes 100 and more",
+        capability=90,
+    ),
+    _rule("dq_from_ds", 64, 4, _tile(128, 32, 4, 2), "0.201 ms, 32 x 32 takes 0.255", capability=90),
+    # ----------------------------------------- float32 elsewhere (three TF32 passes): the largest tiles without spills
+    _rule("forward", 64, 4, _tile(64, 32, 4, 1), "255 registers on sm_80; 64 x 64 spills 856 bytes"),
+    _rule("forward", 128, 4, _tile(16, 32, 4, 1), "32 x 64 spills 392 bytes"),
+    _rule("forward", 256, 4, _tile(16, 32, 8, 1, None, 64), "operands of 1 KiB a row"),
+    _rule("dkdv", 64, 4, _tile(32, 32, 4, 1), "255 registers on sm_80; 32 x 64 spills 496 bytes"),
+    _rule("dkdv", 128, 4, _tile(16, 32, 8, 1, None, 64), "four split products of 128 columns"),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1, None, 256), "operands of 1 KiB a row"),
+    _rule("dq", 64, 4, _tile(32, 32, 4, 1), "254 registers on sm_80; 64 x 32 spills 472 bytes"),
+    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "64 x 16 spills 312 bytes"),
+    _rule("dq", 256, 4, _tile(16, 16, 8, 1, None, 256), "operands of 1 KiB a row"),
     _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "one split product"),
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "operands of 1 KiB a row"),
-    _rule("dbias", 64, 4, _tile(64, 64, 4, 1, None, 160), "0.433 ms, 64 x 32 takes 0.583"),
-    _rule("dbias", 64, 4, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dbias", 128, 4, _tile(64, 32, 4, 1, None, 672), "1.27 ms, 64 x 16 takes 1.90"),
-    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dbias", 256, 4, _tile(64, 16, 4, 1, None, 1600), "12.0 ms; nothing else comes near: spills"),
-    _rule("dbias", 256, 4, _tile(16, 16, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("dbias", 64, 4, _tile(32, 32, 4, 1), "255 registers on sm_80; 64 x 32 spills 32 bytes"),
+    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "two split products of 128 columns"),
+    _rule("dbias", 256, 4, _tile(16, 16, 8, 1, None, 256), "operands of 1 KiB a row"),
 )
 
 
@@ -156,7 +166,7 @@ def shared_bytes(facts: Facts, tile: TileConfig) -> int:
         "dkdv": (2 * tile.block_n * row + 2 * score, 2 * tile.block_m * row + bias),
         "dq": (2 * tile.block_m * row + score, 2 * tile.block_n * row + bias),
         "delta": (0, 0),
-        "dq_from_ds": (0, tile.block_n * row + tile.block_m * tile.block_n * 4),
+        "dq_from_ds": (0, tile.block_n * row + tile.block_m * tile.block_n * max(facts.bias_itemsize, facts.itemsize)),
         "dbias": (0, 2 * (tile.block_m + tile.block_n) * row + bias),
     }[facts.kernel]
     return stay + stream * max(1, tile.stages)
@@ -174,10 +184,17 @@ def choose_tile(facts: Facts) -> tuple[TileConfig, str]:
             continue
         if (rule.dense_only and not facts.has_dense) or facts.columns > rule.max_columns:
             continue
+        if rule.capability not in (None, facts.capability):
+            continue
         nearest = rule
         if shared_bytes(facts, rule.tile) <= facts.shared_memory:
             return rule.tile, rule.why
     raise LookupError(f"no tile rule fits {facts}; the nearest is {nearest}")
+
+
+def uncapped(tile: TileConfig) -> TileConfig:
+    """The tile without its register cap. Caps were measured on Hopper with 16-byte loads; elsewhere they only spill."""
+    return tile if tile.registers is None else replace(tile, registers=None)
 
 
 def shrink(tile: TileConfig, M: int, N: int) -> TileConfig:

@@ -92,6 +92,10 @@ def run_backward(
         for buffer in (*wanted.values(), *grads.values()):
             buffer.zero_()
         return
+    if dout.stride(-1) != 1 or 0 in dout.stride():
+        dout = (
+            dout.contiguous()
+        )  # out.sum() hands an expanded scalar; out's size once is cheaper than a strided load a tile
     named = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **wanted}
     recipe = _backward_recipe(
         problem,

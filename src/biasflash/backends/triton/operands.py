@@ -29,6 +29,7 @@ class Device:
 
     shared_memory: int
     multiprocessors: int
+    capability: int = 90  # major * 10 + minor
 
 
 @cache
@@ -113,14 +114,17 @@ def padded(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-def float32_products() -> str:
+def float32_products(capability: int) -> str:
     """How float32 operands are multiplied: at float32 accuracy where torch asks for it, else in one TF32 pass.
 
-    Six passes over bfloat16 thirds keep 24 bits of each product at the rate of three TF32 passes, which keep 22.
+    Six passes over bfloat16 thirds keep 24 bits of each product at the rate of three TF32 passes, which keep 22. On
+    Hopper only: elsewhere the thirds do not fit the registers (9 KiB of spills a thread on sm_80, no code on sm_100).
     """
     if torch.get_float32_matmul_precision() != "highest":
         return "tf32"
-    return "ieee" if triton.knobs.runtime.interpret else "bf16x6"
+    if triton.knobs.runtime.interpret:
+        return "ieee"
+    return "bf16x6" if capability == 90 else "tf32x3"
 
 
 class Operands:
@@ -173,6 +177,11 @@ class Operands:
         return any(t.kind == "keep" and v.strides[-2] == 0 for t, v in views)
 
     @cached_property
+    def _has_unaligned_plane(self) -> bool:
+        """Whether some bias or mask that varies along both axes is read element by element."""
+        return any(v.vec <= 1 and v.strides[-1] != 0 and v.strides[-2] != 0 for v in self.term_views)
+
+    @cached_property
     def numbers(self) -> dict[str, Any]:
         """Run-time values that every kernel takes by the same name."""
         p = self.problem
@@ -219,7 +228,7 @@ class Operands:
             "USE_LOW": pair or low_range,
             "HAS_KEEP": any(t.kind == "keep" for t in p.terms),
             "HIDES_KEYS": self.hides_keys,
-            "PRECISION": float32_products() if pair else "tf32",
+            "PRECISION": float32_products(self.device.capability) if pair else "tf32",
             "ORDER": self.order,
         }
 
@@ -246,8 +255,11 @@ class Operands:
             has_dense=self.has_dense,
             bias_itemsize=max((t.dtype.itemsize for t in p.terms), default=0),
             shared_memory=self.device.shared_memory,
+            capability=self.device.capability,
         )
         tile, why = config.choose_tile(facts)
+        if self.device.capability != 90 or self._has_unaligned_plane:
+            tile = config.uncapped(tile)
         return config.shrink(tile, p.M, p.N), why
 
     def launch(
