@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from biasflash import __version__, reference
 from biasflash.cli import check as check_command
 from biasflash.cli import machine
 from biasflash.cli.main import app
+from biasflash.testing.conformance import Result
 from biasflash.testing.refusals import REFUSALS, Refusal
 
 runner = CliRunner()
@@ -208,7 +211,96 @@ def test_check_in_several_processes_finds_the_same(tmp_path: Path) -> None:
     for report in (alone, together):
         for result in report["results"]:
             del result["seconds"]
+    assert [(r.pop("process"), r.pop("turn")) for r in alone["results"]] == [(0, 0), (0, 0)]
+    assert {(r.pop("process"), r.pop("turn")) for r in together["results"]} <= {(1, 1), (1, 2), (2, 1), (2, 2)}
     assert alone["results"] == together["results"]
+
+
+FAULT = "CUDA error: an illegal memory access was encountered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOnAnAccelerator(check_command._Job):
+    """The backend faults in the case ``causal``, and as on a GPU every later call of the same process fails with it."""
+
+    def run(self) -> Result:
+        if self.case == "causal":
+
+            def forward(*args: Any) -> Any:
+                raise RuntimeError(FAULT)
+
+            reference.forward = forward
+        return super().run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobThatEndsItsProcess(check_command._Job):
+    """The case ``causal`` takes the whole process down."""
+
+    def run(self) -> Result:
+        return os._exit(9) if self.case == "causal" else super().run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobThatFails(check_command._Job):
+    """The backend refuses the case ``causal`` for a reason that says nothing about the device."""
+
+    def run(self) -> Result:
+        real = reference.forward
+
+        def forward(*args: Any) -> Any:
+            raise RuntimeError("out of patience")
+
+        if self.case == "causal":
+            reference.forward = forward
+        try:
+            return super().run()
+        finally:
+            reference.forward = real
+
+
+FIVE = ("--cases", "plain,causal,cross,bias-1hmn,one-key", "--dtypes", "fp32", "--backend", "reference")
+
+
+def check_five(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, kind: type[check_command._Job]
+) -> dict[str, dict[str, Any]]:
+    """Five cases of which ``causal`` alone must fail; results by case."""
+    monkeypatch.setattr(check_command, "_Job", kind)
+    monkeypatch.setattr(check_command, "_may_lose_device", lambda device: True)
+    found, report = _check(tmp_path, *FIVE, "--jobs", str(jobs))
+    assert found.exit_code == 1
+    assert found.output.count("failed reference causal float32") == 1
+    by_case = {r["case"]: r for r in report["results"]}
+    assert {name: r["status"] for name, r in by_case.items()} == {
+        name: "failed" if name == "causal" else "passed"
+        for name in ("plain", "causal", "cross", "bias-1hmn", "one-key")
+    }
+    return by_case
+
+
+def test_a_fault_that_kills_the_device_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = check_five(tmp_path, monkeypatch, 1, JobOnAnAccelerator)
+    fault = results["causal"]
+    assert fault["message"] == f"RuntimeError: {FAULT}"
+    alone = [name for name in results if name != "causal"]
+    order = sorted((r["process"], r["turn"], name) for name, r in results.items())
+    before = alone[: fault["turn"] - 1]
+    assert [name for process, _, name in order if process == 1] == [*before, "causal"]
+    assert [name for process, _, name in order if process == 2] == alone[len(before) :]
+
+
+def test_a_process_that_dies_among_others_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = check_five(tmp_path, monkeypatch, 2, JobThatEndsItsProcess)
+    assert results["causal"]["message"] == "the process that ran it died with exit code 9"
+
+
+def test_other_failures_keep_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_command, "_Job", JobThatFails)
+    monkeypatch.setattr(check_command, "_may_lose_device", lambda device: True)
+    _, report = _check(tmp_path, *FIVE, "--jobs", "1")
+    assert report["counts"]["failed"] == 1
+    assert {r["process"] for r in report["results"]} == {1}
 
 
 # ----------------------------------------------------------------------------------------------------------- machine

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,11 +45,9 @@ class _Job:
     def run(self) -> Result:
         return run_case(self.backend, CASES[self.case], self.device, self.dtype, self.seed)
 
-    def skip(self, why: str) -> Result:
+    def without_running(self, status: str, why: str) -> Result:
         dtype = short(DTYPES[self.dtype])
-        return Result(
-            backend=self.backend, case=self.case, dtype=dtype, device=self.device, status="skipped", message=why
-        )
+        return Result(backend=self.backend, case=self.case, dtype=dtype, device=self.device, status=status, message=why)
 
 
 def _jobs(backends: Sequence[str], cases: Sequence[Case], dtypes: Sequence[str], device: str, seed: int) -> list[_Job]:
@@ -59,21 +60,96 @@ def _jobs(backends: Sequence[str], cases: Sequence[Case], dtypes: Sequence[str],
     ]
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+def _serve(jobs: Connection, threads: int | None) -> None:
+    """What a worker process does: answers each job with its result until the other end closes."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    while True:
+        try:
+            job = jobs.recv()
+        except EOFError:
+            return
+        jobs.send(job.run())
 
 
-def _work(jobs: Sequence[_Job], processes: int) -> Iterator[Result]:
-    """Results as they come: small cases in ``processes`` processes, those that fill a GPU one by one afterwards."""
+class _Worker:
+    """A process of its own that runs one job at a time."""
+
+    def __init__(self, number: int, threads: int | None) -> None:
+        context = get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.number, self.turn = number, 0
+        self.process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def start(self, job: _Job) -> None:
+        self.job, self.turn = job, self.turn + 1
+        with contextlib.suppress(OSError):  # it is dead, which finish() finds out
+            self.connection.send(job)
+
+    def finish(self) -> Result:
+        """The result of the job; a process that dies instead is a lost device and a failure."""
+        try:
+            result: Result = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            why = f"the process that ran it died with exit code {self.process.exitcode}"
+            result = replace(self.job.without_running("failed", why), device_lost=True)
+        return replace(result, process=self.number, turn=self.turn)
+
+    def end(self, patience: float = 0.0) -> None:
+        self.connection.close()
+        self.process.join(patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _spread(jobs: Sequence[_Job], processes: int, numbers: Iterator[int]) -> Iterator[Result]:
+    """Results as they come. A worker whose device is lost is replaced, so that one fault is one failure."""
+    waiting, idle = deque(jobs), list[_Worker]()
+    busy: dict[object, _Worker] = {}  # by their end of the pipe
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < processes:
+                worker = idle.pop() if idle else _Worker(next(numbers), 1 if processes > 1 else None)
+                busy[worker.connection] = worker
+                worker.start(waiting.popleft())
+            for connection in wait([worker.connection for worker in busy.values()]):
+                worker = busy.pop(connection)
+                result = worker.finish()
+                if result.device_lost:
+                    worker.end()
+                else:
+                    idle.append(worker)
+                yield result
+        for worker in idle:
+            worker.end(patience=10.0)
+    finally:
+        for worker in [*idle, *busy.values()]:
+            worker.end()
+
+
+def _may_lose_device(device: str) -> bool:
+    """Whether a faulting kernel takes the device from its process: then no case runs in this one."""
+    return device.startswith("cuda")
+
+
+def _work(jobs: Sequence[_Job], processes: int, apart: bool) -> Iterator[Result]:
+    """Results as they come: small cases in ``processes`` processes, those that fill a GPU one by one afterwards.
+
+    ``apart``: one process, too, is one of its own.
+    """
     heavy = [job for job in jobs if CASES[job.case].tags & {"big", "workload"}]
     light = [job for job in jobs if job not in heavy]
-    if processes > 1 and len(light) > 1:
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
-            for future in as_completed([pool.submit(job.run) for job in light]):
-                yield future.result()
-        light = []
-    for job in [*light, *heavy]:
-        yield job.run()
+    numbers = itertools.count(1)
+    for some, side_by_side in ((light, min(processes, len(light))), (heavy, 1)):
+        if apart or side_by_side > 1:
+            yield from _spread(some, side_by_side, numbers)
+        else:
+            for job in some:
+                yield job.run()
 
 
 def _refusals() -> list[dict[str, str]]:
@@ -156,6 +232,8 @@ def _report(
                 "status": r.status,
                 "message": r.message,
                 "seconds": round(r.seconds, 3),
+                "process": r.process,
+                "turn": r.turn,
                 "figures": [f.record() for f in r.figures],
             }
             for r in results
@@ -178,7 +256,7 @@ def _run(console: Console, jobs: Sequence[_Job], processes: int) -> list[Result]
     results = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("checking", total=len(jobs))
-        for result in _work(jobs, processes):
+        for result in _work(jobs, processes, _may_lose_device(jobs[0].device) if jobs else False):
             results.append(result)
             progress.update(task, advance=1, description=f"{result.backend} {result.dtype} {result.case}")
             if result.status == "failed":
@@ -230,7 +308,7 @@ def check(
     refusals = _refusals()
     results = _run(console, todo, processes)
     for name, why in passed_over.items():
-        results += [job.skip(why) for job in _jobs([name], chosen, wanted, place, seed)]
+        results += [job.without_running("skipped", why) for job in _jobs([name], chosen, wanted, place, seed)]
     report = _report(place, results, refusals, passed_over, time.perf_counter() - started)
     _print(console, report, results, refusals)
     if json_path is not None:

@@ -21,12 +21,17 @@ from biasflash.testing.memory import poison_cache
 #: the gradient of a packed tensor -> the gradients of its members
 _PACKED = {"dqkv": ("dq", "dk", "dv"), "dkv": ("dk", "dv")}
 
+#: words of torch's and Triton's errors for a device, not for a call
+_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "HIP error", "Triton Error [HIP]")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What came out of one backend, case and dtype.
 
-    ``status`` is ``passed``, ``failed`` or ``skipped``; ``message`` says why it is not ``passed``.
+    ``status`` is ``passed``, ``failed`` or ``skipped``; ``message`` says why it is not ``passed``. After a result with
+    ``device_lost`` nothing that this process computes on the device means anything. ``process`` and ``turn`` count
+    from 1 where a runner spreads cases over processes, and say what ran before in the same one; 0: in the caller's own.
     """
 
     backend: str
@@ -37,6 +42,9 @@ class Result:
     message: str = ""
     figures: tuple[Figure, ...] = ()
     seconds: float = 0.0
+    device_lost: bool = False
+    process: int = 0
+    turn: int = 0
 
     @property
     def used(self) -> float:
@@ -116,6 +124,19 @@ def _examine(backend: str, call: Call) -> tuple[Figure, ...]:
     return judge(call, got)
 
 
+def _is_device_lost(error: Exception, device: torch.device) -> bool:
+    """Whether ``error`` leaves the process without its device: after a fault in a kernel every later call fails too."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_ERRORS):
+        return True
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)  # a fault may have shown itself as something else
+    except RuntimeError:
+        return True
+    return False
+
+
 def run_case(
     backend: str, case: Case, device: torch.device | str, dtype: torch.dtype | str | None = None, seed: int = 0
 ) -> Result:
@@ -135,7 +156,7 @@ def run_case(
     real = DTYPES[dtype or case.dtype] if not isinstance(dtype, torch.dtype) else dtype
     result = partial(Result, backend=backend, case=case.name, dtype=problem.short(real), device=str(device))
     started = time.perf_counter()
-    status, message = "passed", ""
+    status, message, lost = "passed", "", False
     figures: tuple[Figure, ...] = ()
     try:
         call = case.build(device, real, seed)
@@ -144,5 +165,6 @@ def run_case(
             return result(status="skipped", message="; ".join(reasons))
         figures = _examine(backend, call)
     except Exception as error:
-        status, message = "failed", f"{type(error).__name__}: {error}"
-    return result(status=status, message=message, figures=figures, seconds=time.perf_counter() - started)
+        status, message, lost = "failed", f"{type(error).__name__}: {error}", _is_device_lost(error, device)
+    seconds = time.perf_counter() - started
+    return result(status=status, message=message, figures=figures, seconds=seconds, device_lost=lost)
