@@ -1,4 +1,7 @@
-"""Compile kernels for a GPU that is not here: registers, spills, shared memory and machine code of a ``Launch``."""
+"""Compile kernels for a GPU that is not here: registers, spills, shared memory and machine code of a ``Launch``.
+
+And know without compiling whether Triton would compile a launch anew: ``compile_key``.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
 
 from biasflash.backends.triton.operands import Launch
 from biasflash.backends.triton.plans import Recipe
@@ -82,6 +86,30 @@ def meta_tensors(problem: Problem, recipe: Recipe) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _options(launch: Launch) -> dict[str, int]:
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return options if launch.registers is None else options | {"maxnreg": launch.registers}
+
+
+@cache
+def _binder(kernel: Any) -> Any:
+    """Triton's own function from a call's arguments to what it specialises on; the part that needs no driver."""
+    return create_function_from_signature(kernel.signature, kernel.params, BaseBackend)
+
+
+def compile_key(launch: Launch, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, object], ...]:
+    """What Triton looks a compiled kernel up by: launches of equal keys share one, a new key is a new compile.
+
+    Pairs of a name and what counts of it: ``kernel``, then every argument with its type word and what Triton looks at
+    (the value of a constant, the alignment of a pointer, whether an integer is 1 or divisible by 16), then ``options``.
+    ``tensors`` as in ``compile_launch``. Needs kernels that are compiled, not interpreted.
+    """
+    kernel = launch.kernel
+    _, specialised, options = _binder(kernel)(*launch.values(tensors), **_options(launch))
+    arguments = zip((p.name for p in kernel.params), specialised, strict=True)
+    return ("kernel", kernel.__name__), *arguments, ("options", tuple(options.items()))
+
+
 def compile_launch(launch: Launch, tensors: Mapping[str, torch.Tensor], capability: int) -> Compiled:
     """Compile ``launch`` for an NVIDIA GPU of ``capability`` (80, 90, 100) without a GPU.
 
@@ -97,9 +125,6 @@ def compile_launch(launch: Launch, tensors: Mapping[str, torch.Tensor], capabili
             constants[(i,)] = value
         else:
             signature[parameter.name] = _describe(value, (i,), attributes)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    if launch.registers is not None:
-        options["maxnreg"] = launch.registers
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=_options(launch))
     return Compiled(name=kernel.__name__, cubin=binary.asm["cubin"], shared=binary.metadata.shared)
