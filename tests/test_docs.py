@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from biasflash import problem, reference
 from biasflash.backends import ORDER
 from biasflash.bias import KINDS
-from biasflash.cli import support
+from biasflash.cli import charts, summary, support
+from biasflash.cli.rows import NOT_INSTALLED, OK, RED, Cell, Row
+from biasflash.cli.tables import advantage, best_peer
+from biasflash.testing.cases import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
+SUMMARY = ROOT / "benchmarks" / "results" / "h200.json"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -107,6 +113,115 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_fits_two_screens() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 110
     assert (ROOT / "docs" / "demo.png").stat().st_size < 200_000
+
+
+# --------------------------------------------------------------------------------------------------- published figures
+
+
+@pytest.fixture(scope="module")
+def published() -> summary.Published:
+    return summary.load(SUMMARY)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_figures_on_a_page_are_those_of_the_summary(page: Path, published: summary.Published) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert summary.fill(text, published) == text, f"rewrite it: python -m biasflash.cli.summary {name_of(SUMMARY)}"
+
+
+def test_every_block_of_the_summary_is_on_its_page() -> None:
+    readme, page = (path.read_text(encoding="utf-8") for path in (PAGES[0], ROOT / "docs" / "benchmarks.md"))
+    assert "<!-- bench:start -->" in readme
+    assert [name for name in summary.BLOCKS if name != "bench" and f"<!-- {name}:start -->" not in page] == []
+
+
+def test_the_summary_is_small_and_whole(published: summary.Published) -> None:
+    assert SUMMARY.stat().st_size < 60_000
+    assert list(published.cases) == list(WORKLOADS)
+    (providers,) = {tuple(of) for of in published.cases.values()}
+    assert len(providers) >= 8
+    assert not set(providers) & set(published.facts["absent"])
+    for of in published.cases.values():
+        assert [cell.status for cell in of["biasflash"].cells.values()] == [OK, OK]
+        assert best_peer(of, "fwd")
+        assert best_peer(of, "fwdbwd")
+
+
+@pytest.mark.parametrize(("name", "against"), summary.CHARTS.items())
+def test_charts_show_the_summary_and_stay_small(name: str, against: str, published: summary.Published) -> None:
+    path = ROOT / "docs" / name
+    assert path.stat().st_size < 150_000
+    with Image.open(path) as picture:
+        assert picture.height <= 1400
+        assert picture.text["Description"] == charts.describe(published.rows, against)
+
+
+@pytest.mark.parametrize(
+    ("cases", "mode", "low", "high"),
+    [
+        (("plain-d128-4k", "causal-d128-16k", "gqa-causal-d128-8k"), None, 0.70, 0.85),
+        (("plain-d64-4k", "causal-d64-4k"), None, 0.88, 0.93),
+        (("mla-causal-d192-128",), None, 0.60, 0.63),
+        (("plain-d256-4k",), "fwd", 0.76, 0.76),
+        (("plain-d256-4k",), "fwdbwd", 0.52, 0.52),
+        (("swin-1hmn-d32-49",), None, 0.81, 0.84),
+        (("bias-full-d128-4k",), "fwd", 0.97, 0.97),
+        (("bias-const-d64-2k",), "fwdbwd", 1.00, 1.00),
+    ],
+)
+def test_ranges_told_in_words(
+    cases: tuple[str, ...], mode: str | None, low: float, high: float, published: summary.Published
+) -> None:
+    modes = [mode] if mode else ["fwd", "fwdbwd"]
+    gains = [round(advantage(published.cases[c], "biasflash", m) or 0.0, 2) for c in cases for m in modes]
+    assert (min(gains), max(gains)) == (low, high)
+
+
+def test_without_a_bias_or_mask_the_best_peer_is_cudnn(published: summary.Published) -> None:
+    plain = [name for name, case in WORKLOADS.items() if not case.biases and not case.masks]
+    best = {best_peer(published.cases[name], mode) for name in plain for mode in ("fwd", "fwdbwd")}
+    assert {found[0] for found in best if found} <= {"sdpa-cudnn", "cudnn-fe"}
+
+
+def test_a_summary_keeps_what_a_report_says(tmp_path: Path) -> None:
+    fine = Cell(status=OK, ms=1.23456, fraction=0.5, errors={"out": 1e-3, "dq": 2e-3})
+    wrong = Cell(status=RED, reason="dq is off", errors={"dq": 0.5})
+    away = Cell(status=NOT_INSTALLED, reason="some-package")
+    rows = [
+        Row(case="plain-d128-4k", provider=provider, cells={"fwd": cell, "fwdbwd": cell}, peak_mib=peak)
+        for provider, cell, peak in (("biasflash", fine, 1.0), ("eager", wrong, 2.0), ("fa4", away, None))
+    ]
+    report = {
+        "biasflash": "1",
+        "started": "2026-01-02T03:04:05",
+        "seconds": 1.0,
+        "machine": {"gpu": "a GPU", "secret": 1},
+        "ceilings": {"products": 1e12, "bytes": 1e12, "exps": 1e12},
+        "limits": {},
+    }
+    path = tmp_path / "summary.json"
+    path.write_text(summary.dump(summary.summarise(report, rows)), encoding="utf-8")
+    assert [entry["error"] for entry in json.loads(path.read_text())["rows"]] == [2e-3, 0.5]
+    found = summary.load(path)
+    assert found.facts["absent"] == {"fa4": "not installed some-package"}
+    assert "secret" not in found.facts["machine"]
+    ours, eager = found.rows
+    assert (ours.cells["fwd"].ms, ours.cells["fwd"].fraction, ours.peak_mib) == (1.235, 0.5, 1.0)
+    assert (eager.cells["fwd"].status, eager.cells["fwd"].ms) == (RED, None)
+    assert summary.holes(found) == "- `eager`, red (dq is off): `plain-d128-4k`"
+    assert summary.misses(found) == ""
+
+
+def test_another_file_is_no_summary(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"schema": "other"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="is not a summary"):
+        summary.load(path)
+
+
+def test_a_block_of_the_summary_needs_its_end(published: summary.Published) -> None:
+    with pytest.raises(ValueError, match="has no"):
+        summary.fill("<!-- bench:start -->", published)
 
 
 # ------------------------------------------------------------------------------------------- the walks of CONTRIBUTING

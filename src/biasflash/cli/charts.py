@@ -1,21 +1,25 @@
-"""The bench's rows as a chart: every provider against the best peer, and against the floor of the machine."""
+"""The bench's rows as charts, against the best peer and against the floor: every provider, or this library alone."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from biasflash.cli.providers import OURS
 from biasflash.cli.rows import Row
-from biasflash.cli.tables import TITLES, advantage, by_case, shown_providers, speed
+from biasflash.cli.tables import TITLES, advantage, best_peer, by_case, shown_providers, speed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 #: This library stands out; the rivals share quieter tones, told apart by hue (safe for colour-blind readers).
 OUR_COLOUR = "#d1495b"
 PEER_COLOURS = ("#30638e", "#7fb2d9", "#00798c", "#8ac6a4", "#edae49", "#b8a1cf", "#8d6a4f", "#9a9a9a")
+#: The two passes of this library where it stands alone.
+PASS_COLOURS = {"fwd": OUR_COLOUR, "fwdbwd": "#30638e"}
 INK, GRID = "#2b2b2b", "#dddddd"
 #: Inches: one bar, the air between two cases, and what titles and labels take.
 BAR, GAP, MARGIN = 0.095, 0.2, 1.7
@@ -93,3 +97,74 @@ def draw(rows: Sequence[Row], modes: Sequence[str], path: Path, title: str) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, facecolor="white")
     plt.close(figure)
+
+
+def draw_ours(rows: Sequence[Row], against: str, path: Path, title: str) -> None:
+    """Writes a PNG small enough for a page: one bar per case and pass, this library's alone.
+
+    The PNG's text entry "Description" holds the figures, so that a reader or a test can ask the picture for them.
+
+    Args:
+        rows: a run, or a summary of one.
+        against: ``"peer"``, the speed against the best peer, whose name stands beside the bar; or ``"floor"``, the
+            fraction of the machine's floor.
+        path: where to.
+        title: first words of the headline.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cases = by_case(rows)
+    figure = Figure(figsize=(8.0, 1.1 + 0.33 * len(cases)), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for place, (mode, colour) in enumerate(PASS_COLOURS.items()):
+        known = [(i, x) for i, x in enumerate(_values(rows, [OURS], mode, against)[OURS]) if x is not None]
+        at = [i + (place - 0.5) * 0.4 for i, _ in known]
+        bars = axes.barh(at, [x for _, x in known], 0.36, color=colour, label=TITLES[mode])
+        words = _bar_labels(cases, [i for i, _ in known], mode, against)
+        clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # the line at 1 stops at a label
+        axes.bar_label(bars, words, padding=4, fontsize=7.5, color=INK, bbox=clear)
+    axes.set_ylim(len(cases) - 0.5, -0.5)
+    axes.set_yticks(range(len(cases)), list(cases))
+    axes.tick_params(length=0, labelsize=9, colors=INK)
+    axes.axvline(1.0, color=INK, linewidth=1.2)
+    axes.set_xlim(0, max(1.02, axes.dataLim.x1 * (1.22 if against == "peer" else 1.0)))
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=len(PASS_COLOURS))
+    what = "times the speed of the fastest peer" if against == "peer" else "fraction of the machine's floor"
+    axes.set_title(f"{title}: {what}", fontsize=11, color=INK, loc="left")
+    _save_small(figure, path, describe(rows, against))
+
+
+def _save_small(figure: Figure, path: Path, description: str) -> None:
+    """A PNG of at most 64 colours, a third of the size that the full range takes."""
+    from PIL import Image, PngImagePlugin
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    facts = PngImagePlugin.PngInfo()
+    facts.add_text("Description", description)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True, pnginfo=facts)
+
+
+def _bar_labels(cases: dict[str, dict[str, Row]], places: Sequence[int], mode: str, against: str) -> list[str]:
+    """The figure, and beside a ratio the name of the peer that it was taken against."""
+    labels = []
+    for found in [list(cases.values())[i] for i in places]:
+        best, gain = best_peer(found, mode), advantage(found, OURS, mode)
+        if against == "peer" and best and gain:
+            labels.append(f"{gain:.2f}  {best[0]}")
+        else:
+            labels.append(f"{found[OURS].cells[mode].fraction:.2f}")
+    return labels
+
+
+def describe(rows: Sequence[Row], against: str) -> str:
+    """The figures of ``draw_ours`` as text, one case a line: forward, then forward + backward."""
+    columns = [_values(rows, [OURS], mode, against)[OURS] for mode in PASS_COLOURS]
+    words = [["-" if x is None else f"{x:.2f}" for x in column] for column in columns]
+    return "\n".join(" ".join((case, *figures)) for case, *figures in zip(by_case(rows), *words, strict=True))

