@@ -24,9 +24,9 @@ from biasflash.testing.offline import Compiled, compile_launch, meta_tensors
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 #: bytes of shared memory that one program may take, and multiprocessors: A100, H200, B200
 DEVICES = {
-    80: Device(shared_memory=166912, multiprocessors=108),
+    80: Device(shared_memory=166912, multiprocessors=108, capability=80),
     90: Device(shared_memory=232448, multiprocessors=132),
-    100: Device(shared_memory=232448, multiprocessors=148),
+    100: Device(shared_memory=232448, multiprocessors=148, capability=100),
 }
 
 

@@ -66,6 +66,20 @@ def delta_kernel(
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
 
+@triton.jit
+def store_unseen(
+    ds_base, ds_strides, end, k_at, q_local, k_local, k_own, M,
+    DS_VEC: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Zeros where score gradients are stored, for the queries before ``end``, which see none of these keys."""
+    for q_start in range(0, end, BLOCK_M):
+        inside_tile = k_own[:, None] & (q_start + q_local < M)[None, :]
+        nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        store_term_grad(
+            ds_base, ds_strides, q_start, k_at, q_local[None, :], k_local[:, None], inside_tile, nothing, DS_VEC, WIDE
+        )
+
+
 @triton.jit(do_not_specialize=["M", "N", "heads", "kv_heads", "group", "batch", "shift"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr, dk_ptr, dv_ptr, ds_ptr, column_ptr, term_ptrs,
@@ -118,21 +132,7 @@ def dkdv_kernel(
         acc_column = tl.zeros([BLOCK_N], tl.float32)
         if STORE_DS:
             ds_base = ds_ptr + head_offset(b, h, ds_strides, sizes, DS_VEC)
-            for q_start in range(0, start, BLOCK_M):  # queries that see none of these keys
-                rows_in = (q_start + q_local < M)[None, :]
-                nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                store_term_grad(
-                    ds_base,
-                    ds_strides,
-                    q_start,
-                    k_at,
-                    q_local[None, :],
-                    k_local[:, None],
-                    k_own[:, None] & rows_in,
-                    nothing,
-                    DS_VEC,
-                    WIDE,
-                )
+            store_unseen(ds_base, ds_strides, start, k_at, q_local, k_local, k_own, M, DS_VEC, WIDE, BLOCK_M, BLOCK_N)
         for phase in tl.static_range(2):  # query tiles on the diagonal, then those that see every key of the tile
             if phase or IS_CAUSAL:
                 lo = full_start if phase else start
