@@ -128,8 +128,9 @@ class Call:
         leaves = self.leaves()
         if not leaves:
             return {}
-        outputs = [out] if lse is None else [out, lse]
-        seeds = [self.dout] if lse is None else [self.dout, self.dlse]
+        outputs, seeds = [out], [self.dout]
+        if lse is not None and self.dlse is not None:
+            outputs, seeds = [out, lse], [self.dout, self.dlse]
         return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), seeds), strict=True))
 
 
