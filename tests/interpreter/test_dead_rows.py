@@ -169,7 +169,10 @@ OVERFLOWS = {
 }
 
 
-QUIET = pytest.mark.filterwarnings("ignore:overflow encountered in add:RuntimeWarning")  # it is the point
+#: the overflow is the point; results are looked at
+QUIET = pytest.mark.filterwarnings(
+    "ignore:overflow encountered in add:RuntimeWarning", "ignore:invalid value encountered in reduce:RuntimeWarning"
+)
 
 
 @QUIET
