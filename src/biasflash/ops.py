@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from biasflash import problem as problems
 from biasflash.backends.backend import Backend, Gradients
@@ -212,11 +213,24 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
+def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
+    """Forward-mode differentiation would silently lose the tangents: the operators have no rule for it."""
+    if forward_ad._current_level < 0:
+        return
+    given = [t for t in tensors if t is not None]
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in given):  # type: ignore[no-untyped-call]
+        raise UnsupportedError(
+            "biasflash has no forward-mode derivative (torch.func.jvp, jacfwd, make_dual); use reverse mode: "
+            "out.backward() or torch.autograd.grad"
+        )
+
+
 def _wants_graph(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _forward_autograd(inputs: list[Tensor], terms: list[Tensor], *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _refuse_tangents([*inputs, *terms])
     if _wants_graph([*inputs, *terms]):
         attended: tuple[Tensor, Tensor, Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
             settings, len(inputs), *inputs, *terms
@@ -232,6 +246,7 @@ def _backward_autograd(
 ) -> list[Tensor]:
     arguments = (dout, dlse, inputs, terms, *rest)
     tensors = [dout, dlse, *inputs, *terms]
+    _refuse_tangents(tensors)
     if _wants_graph(tensors):
         given = [t for t in tensors if t is not None]
         return list(_NoSecondDerivative.apply(arguments, *given))  # type: ignore[no-untyped-call]

@@ -350,7 +350,8 @@ def gather_terms(
             check_term(name, value, q, keys, door)
             terms.append(value)
             kinds.append(kind_name)
-    return terms, kinds
+    masks_last = sorted(range(len(kinds)), key=lambda i: kinds[i] == "keep")  # a mask hides what biases add, NaN too
+    return [terms[i] for i in masks_last], [kinds[i] for i in masks_last]
 
 
 def _kind_of(name: str, value: Tensor, kind: Kind, door: Door) -> str:

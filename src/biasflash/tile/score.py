@@ -17,6 +17,9 @@ import triton.language as tl
 @triton.jit
 def add_dense(y, tile):
     """Kind "dense": an additive bias, widened here and nowhere else."""
+    if tile.dtype == tl.float64:  # finite in float64 is finite in float32: the lowest number, not -inf
+        finite = (tile != float("inf")) & (tile != float("-inf"))
+        tile = tl.where(finite, tl.minimum(tl.maximum(tile, -3.4028234663852886e38), 3.4028234663852886e38), tile)
     return y + tile.to(tl.float32)
 
 

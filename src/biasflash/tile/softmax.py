@@ -19,17 +19,13 @@ COARSE = tl.constexpr(2.0**-30)
 
 
 @triton.jit
-def running_step(
-    y, m, l, unit, AXIS: tl.constexpr, PAIR: tl.constexpr, MAY_HIDE: tl.constexpr, LOW_RANGE: tl.constexpr
-):
+def running_step(y, m, l, unit, AXIS: tl.constexpr, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr):
     """One tile of scores -> (weights, factor for what was accumulated, new maximum, new sum); keys lie along AXIS.
 
-    MAY_HIDE: scores may be -inf. LOW_RANGE: scores may be as low as ``finfo(float32).min``.
+    LOW_RANGE: scores may be as low as ``finfo(float32).min``.
     """
     m_new = tl.maximum(m, tl.max(y, AXIS))
-    m_ref = m_new
-    if MAY_HIDE:
-        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+    m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
     if PAIR:
         p = tl.exp2((y - tl.expand_dims(m_ref, AXIS)) * unit)
     elif LOW_RANGE:

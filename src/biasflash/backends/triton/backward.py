@@ -62,6 +62,7 @@ def delta_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at)
     reference = row_reference(tl.load(lse_ptr + at), PAIR)
+    delta = tl.where(reference == float("inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
     head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
@@ -259,6 +260,7 @@ def dq_kernel(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at)
+    delta = tl.where(reference == float("inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
     head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 

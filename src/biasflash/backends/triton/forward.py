@@ -97,7 +97,7 @@ def forward_kernel(
                 IS_CAUSAL,
                 phase == 1,
             )
-            p, alpha, m, l = running_step(y, m, l, unit, 1, PAIR, IS_CAUSAL or len(TERMS) > 0, LOW_RANGE)
+            p, alpha, m, l = running_step(y, m, l, unit, 1, PAIR, LOW_RANGE)
             if HIDES_KEYS:
                 seen = seen_keys(k_in, bases, term_strides, k_at, k_local, TERMS, WIDE, SHORT_N)
                 v = load_seen_rows(v_base, k_at, k_rows, v_strides, seen, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]

@@ -105,7 +105,7 @@ def run_backward(
         tuple((i, _key(t)) for i, t in grads.items()),
         dlse is not None,
     )
-    tensors = {"dq": out, "dk": out, "dv": out, **named, "lse": lse, "low": lse_low}
+    tensors = {"dq": out, "dk": out, "dv": out, **named, "lse": _plain(lse), "low": _plain(lse_low)}
     tensors |= {f"bias{i}": t for i, t in enumerate(_as_bytes(terms))}
     tensors |= {f"grad{i}": t for i, t in grads.items()}
     if dlse is not None:
@@ -120,10 +120,11 @@ def run_backward(
     _finish(recipe, grads, tensors)
 
 
-def _plain(dlse: Tensor) -> Tensor:
-    """float32, contiguous and aligned, as kernels read it."""
-    dlse = dlse.float().contiguous()
-    return dlse if dlse.data_ptr() % 16 == 0 else dlse.clone()
+def _plain(rows: Tensor) -> Tensor:
+    """Row statistics as kernels read them: float32, contiguous, aligned (hooks on saved tensors may return others)."""
+    if rows.dtype == torch.float32 and rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+        return rows
+    return rows.float().contiguous().clone()
 
 
 def _finish(recipe: Recipe, grads: dict[int, Tensor], tensors: dict[str, Tensor]) -> None:

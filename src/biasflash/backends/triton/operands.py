@@ -40,6 +40,7 @@ def device_facts(device: torch.device) -> Device:
     return Device(
         shared_memory=getattr(found, "shared_memory_per_block_optin", 65536),
         multiprocessors=found.multi_processor_count,
+        capability=found.major * 10 + found.minor,
     )
 
 
@@ -253,7 +254,7 @@ class Operands:
             columns=padded(p.D) + padded(p.Dv),
             itemsize=p.dtype.itemsize,
             has_dense=self.has_dense,
-            bias_itemsize=max((t.dtype.itemsize for t in p.terms), default=0),
+            bias_itemsize=min(4, max((t.dtype.itemsize for t in p.terms), default=0)),
             shared_memory=self.device.shared_memory,
             capability=self.device.capability,
         )

@@ -80,6 +80,8 @@ class BackwardPlan:
         self.by_structure: dict[str, list[int]] = {"stored": [], "owned": [], "rows": [], "columns": []}
         for i in grads:
             self.by_structure[self._structure(i)].append(i)
+        # score gradients are stored once, in the widest of the dtypes that want them
+        self.by_structure["stored"].sort(key=lambda i: -problem.terms[i].dtype.itemsize)
         self.stored, self.owned = self.by_structure["stored"], self.by_structure["owned"]
         unwanted = {name: rows["out"] for name, want in self.want.items() if not want}  # pointers passed, never used
         self.ops = Operands(problem, device, {**rows, **unwanted}, terms, {f"grad{i}": x for i, x in grads.items()})
