@@ -186,7 +186,6 @@ def softmax_kernel(
     unit,
     natural,
     PAIR: tl.constexpr,
-    MAY_HIDE: tl.constexpr,
     LOW_RANGE: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -200,7 +199,7 @@ def softmax_kernel(
     acc = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, keys, BLOCK_N):
         y = tl.load(y_ptr + q_pos * keys + start + k_pos)
-        p, alpha, m, l = running_step(y, m, l, unit, AXIS, PAIR, MAY_HIDE, LOW_RANGE)
+        p, alpha, m, l = running_step(y, m, l, unit, AXIS, PAIR, LOW_RANGE)
         acc = acc * alpha + tl.sum(p * tl.load(v_ptr + start + k_pos), AXIS)
     inverse, lse, low = finish(m, l, natural)
     rows = tl.arange(0, BLOCK_M)
@@ -222,7 +221,6 @@ def softmax(
     keys_first: bool,
     pair: bool,
     scale: float | None = None,
-    may_hide: bool = True,
     low_range: bool = False,
 ) -> dict[str, Tensor]:
     """Out, lse and low ``(M)``, weights ``(M, keys)``, of scores ``y (M, keys)``, in units of ``scale`` if given."""
@@ -236,7 +234,6 @@ def softmax(
         LOG2E.value * (1.0 if scale is None else scale),
         1.0 if scale is None else scale,
         PAIR=pair,
-        MAY_HIDE=may_hide,
         LOW_RANGE=low_range,
         KEYS_FIRST=keys_first,
         BLOCK_M=rows,
@@ -269,7 +266,7 @@ SOFTMAX = pytest.mark.parametrize("pair", [False, True], ids=["one float", "pair
 @SOFTMAX
 def test_softmax_over_several_tiles(keys_first: bool, pair: bool) -> None:
     y, v = normal(M, 64, size=4.0), normal(64)
-    check_softmax(softmax(y, v, keys_first=keys_first, pair=pair, may_hide=False), y, v)
+    check_softmax(softmax(y, v, keys_first=keys_first, pair=pair), y, v)
 
 
 @BOTH_WAYS
