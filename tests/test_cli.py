@@ -70,8 +70,8 @@ def test_explain_names_the_backend_and_every_objection() -> None:
     assert found.exit_code == 0, found.output
     assert "bias (1, 8, 128, 128) float32 trained; mask (2, 1, 1, 128) bool" in found.output
     assert "backend   cpu" in found.output
-    assert "passed    triton:" in found.output
-    assert "passed    reference: not needed, cpu comes first" in found.output
+    assert "skipped   triton:" in found.output
+    assert "skipped   reference: not needed, cpu comes first" in found.output
 
 
 def test_explain_takes_cross_attention_and_a_frozen_bias() -> None:
@@ -323,3 +323,11 @@ def test_driver_is_asked_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert machine.facts("cpu")["driver"] == "580.1.2"
     program.write_text("#!/bin/sh\nexit 9\n")
     assert machine.facts("cpu")["driver"] is None
+
+
+def test_a_glob_takes_no_gpu_sized_case_on_a_cpu() -> None:
+    from biasflash.cli.check import _choose_cases
+
+    assert not any(case.tags & {"workload", "big"} for case in _choose_cases("pair-*,*bias*", "cpu"))
+    assert any("workload" in case.tags for case in _choose_cases("pair-*", "cuda"))
+    assert [case.name for case in _choose_cases("pair-1hmn-d32-512", "cpu")] == ["pair-1hmn-d32-512"]

@@ -33,7 +33,7 @@ class Explanation:
         lines = [f"problem   {self.problem}", f"backend   {self.backend or 'none: every backend objects'}"]
         lines += [f"          {line}" for line in self.choices]
         for name, reasons in self.objections:
-            lines += [f"passed    {name}: {reason}" for reason in reasons]
+            lines += [f"skipped   {name}: {reason}" for reason in reasons]
         return "\n".join(lines)
 
 

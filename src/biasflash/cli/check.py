@@ -174,10 +174,17 @@ def _choose_backends(asked: str | None, device: str) -> tuple[list[str], dict[st
 
 
 def _choose_cases(asked: str | None, device: str) -> list[Case]:
+    on_gpu = device.startswith("cuda")
+    wanted = asked if asked is not None else "smoke,check" if on_gpu else "smoke"
     try:
-        return select(asked if asked is not None else "smoke,check" if device.startswith("cuda") else "smoke")
+        found = select(wanted)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if on_gpu:
+        return found
+    # a glob should not send hours of GPU-sized work to a CPU: it takes their name or their tag
+    words = {word.strip() for word in wanted.split(",")}
+    return [case for case in found if not case.tags & {"workload", "big"} or words & {case.name, *case.tags}]
 
 
 def _choose_dtypes(asked: str) -> list[str]:
