@@ -22,6 +22,7 @@ def _key(t: Tensor) -> tuple[tuple[int, ...], bool]:
 
 @lru_cache(maxsize=1024)
 def _forward_recipe(problem: Problem, precision: str, rows: tuple[Any, ...], terms: tuple[Any, ...]) -> Recipe:
+    """``precision`` is torch's float32 setting, which the plan reads itself; as part of the key, a change is seen."""
     names = ("q", "k", "v", "out")
     layouts = {name: Layout(*key) for name, key in zip(names, rows, strict=True)}
     return forward_recipe(problem, device_facts(problem.device), layouts, [Layout(*key) for key in terms])
@@ -36,6 +37,7 @@ def _backward_recipe(
     grads: tuple[Any, ...],
     has_dlse: bool,
 ) -> Recipe:
+    """As ``_forward_recipe``; ``rows`` and ``grads`` are pairs of name or term index and layout."""
     layouts = {name: Layout(*key) for name, key in rows}
     plan = BackwardPlan(
         problem,
