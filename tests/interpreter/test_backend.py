@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 import property_cases
 from biasflash import problem
-from biasflash.backends.triton import launch, operands, plans
+from biasflash.backends.triton import backward_plan, launch, operands, plans
 from biasflash.testing import cases, conformance
 from biasflash.testing.case import Bias, Case, Mask
 from public_cases import SMALL
@@ -171,7 +171,7 @@ def test_a_shared_bias_gradient_in_chunks(
     """Six (batch item, head) pairs, or six items for each head, share a tile; the scratch allows so many chunks."""
     heads = 2 if shape == "1HMN" else 1
     case = small("chunks", "", 17, 19, H=heads, batch=(2, 3), biases=(Bias(shape=shape),))
-    monkeypatch.setattr(plans, "SCRATCH_BYTES", chunks * 4 * heads * 17 * 19)
+    monkeypatch.setattr(backward_plan, "SCRATCH_BYTES", chunks * 4 * heads * 17 * 19)
     found = owner_launch(case, dtype).arguments
     assert (found["shared"], found["chunk"]) == (6, chunk)
     must_pass(case, dtype)

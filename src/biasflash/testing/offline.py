@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from biasflash.backends.triton.operands import Launch
-from biasflash.backends.triton.plans import Recipe
+from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 
 _POINTERS = {

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from biasflash.backends.backend import Gradients
+from biasflash.backends.triton.backward_plan import BackwardPlan
+from biasflash.backends.triton.forward_plan import forward_recipe
 from biasflash.backends.triton.operands import Layout, device_facts
-from biasflash.backends.triton.plans import BackwardPlan, Recipe, contiguous_recipes, forward_recipe
+from biasflash.backends.triton.plans import contiguous_recipes
+from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 
 

@@ -1,0 +1,216 @@
+"""Which kernels a backward pass runs, in which order, over which buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from biasflash.backends.triton import backward, backward_bias, geometry
+from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
+from biasflash.backends.triton.recipe import Recipe, Sum
+from biasflash.problem import Problem
+
+#: a shared bias gradient is split into at most this much float32 scratch
+SCRATCH_BYTES = 64 * 2**20
+
+
+class BackwardPlan:
+    """The backward pass. Which structure a bias gradient takes follows from its shape:
+
+    * full shape: the dkdv kernel stores every score gradient into it, and dq is read back from it;
+    * one query row (or one key column) for all: sums inside dkdv (dq), float32 of length N (M) a head, added up after;
+    * shared by batch items or heads: an owner kernel loops over them.
+
+    ``rows`` holds q, k, v, out, dout and those of dq, dk, dv that are wanted; ``grads`` the wanted term gradients by
+    index.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        rows: Mapping[str, Layout],
+        terms: Sequence[Layout],
+        grads: Mapping[int, Layout],
+        has_dlse: bool,
+    ) -> None:
+        self.problem, self.has_dlse = problem, has_dlse
+        self.want = {name: name in rows for name in ("dq", "dk", "dv")}
+        self.by_structure: dict[str, list[int]] = {"stored": [], "owned": [], "rows": [], "columns": []}
+        for i in grads:
+            self.by_structure[self._structure(i)].append(i)
+        # score gradients are stored once, in the widest of the dtypes that want them
+        self.by_structure["stored"].sort(key=lambda i: -problem.terms[i].dtype.itemsize)
+        self.stored, self.owned = self.by_structure["stored"], self.by_structure["owned"]
+        unwanted = {name: rows["out"] for name, want in self.want.items() if not want}  # pointers passed, never used
+        self.ops = Operands(problem, device, {**rows, **unwanted}, terms, {f"grad{i}": x for i, x in grads.items()})
+        self.heads = problem.batch_size * problem.Hq
+        self.chunked: list[int] = []
+        self.reads_ds = (
+            self.want["dq"]
+            and bool(self.stored)
+            and problem.terms[self.stored[0]].dtype in (problem.dtype, torch.float32)
+            and not self.ops.hides_keys  # a key nobody sees may hold NaN, and 0 x NaN is NaN
+        )
+        self.tail = self.ops.tile("dkdv")[0].block_m  # see tile.softmax.store_row_statistics
+        statistics = self.heads * (triton.cdiv(problem.M, self.tail) + 1) * self.tail
+        self.scratch = {"delta": statistics, "reference": statistics}
+
+    def _structure(self, i: int) -> str:
+        p = self.problem
+        *batch, heads, rows, columns = p.terms[i].shape
+        if rows == p.M and columns == p.N:
+            return "stored" if (*batch, heads) == (*p.batch, p.Hq) else "owned"
+        return "columns" if columns == p.N else "rows"
+
+    def recipe(self) -> Recipe:
+        p = self.problem
+        launches = tuple(self._launches())
+        sums = []
+        for name, length, shape in (("rows", p.M, (p.M, 1)), ("columns", p.N, (1, p.N))):
+            for i in self.by_structure[name]:
+                self.scratch[f"{name}_sums"] = self.heads * length
+                sums.append(Sum(scratch=f"{name}_sums", shape=(*p.batch, p.Hq, *shape), grad=i))
+        copies = tuple((self.stored[0], i) for i in self.stored[1:])
+        return Recipe(
+            launches=launches,
+            scratch=tuple(self.scratch.items()),
+            sums=tuple(sums),
+            copies=copies,
+            chunked=tuple(self.chunked),
+        )
+
+    def _launches(self) -> Iterator[Launch]:
+        p = self.problem
+        if (self.want["dq"] and not self.reads_ds) or self.by_structure["rows"]:
+            yield self._dq()
+        else:
+            yield self.ops.launch(
+                backward.delta_kernel,
+                "delta",
+                ("out", "dout"),
+                lambda tile: triton.cdiv(p.M, tile.block_m) * self.heads,
+                **self._statistics(),
+            )
+        if self.want["dk"] or self.want["dv"] or self.stored or self.by_structure["columns"]:
+            yield self._dkdv()
+        if self.reads_ds:
+            yield self.ops.launch(
+                backward.dq_from_ds_kernel,
+                "dq_from_ds",
+                ("k", "dq"),
+                lambda tile: triton.cdiv(p.M, tile.block_m) * self.heads,
+                **self._ds(),
+            )
+        for i in self.owned:
+            yield from self._dbias(i)
+
+    def _statistics(self) -> dict[str, Any]:
+        return {
+            "lse_ptr": Slot("lse"),
+            "low_ptr": Slot("low"),
+            "reference_ptr": Slot("reference"),
+            "delta_ptr": Slot("delta"),
+            "dlse_ptr": Slot("dlse" if self.has_dlse else "lse"),
+            "TAIL": self.tail,
+            "PAIR": self.ops.constants["USE_LOW"],  # weights of rows as low as finfo.min need both halves of lse
+            "HAS_DLSE": self.has_dlse,
+        }
+
+    def _ds(self) -> dict[str, Any]:
+        """Where score gradients are stored: the gradient of the first bias of full shape (dq's pointer if none)."""
+        name = f"grad{self.stored[0]}" if self.stored else "dq"
+        view = self.ops.views[name]
+        return {"ds_ptr": Slot(name), "ds_strides": view.codes, "DS_VEC": view.vec}
+
+    def _dq(self) -> Launch:
+        sums = bool(self.by_structure["rows"])
+        return self.ops.launch(
+            backward.dq_kernel,
+            "dq",
+            ("q", "k", "v", "dout", "out", "dq"),
+            lambda tile: triton.cdiv(self.problem.M, tile.block_m) * self.heads,
+            row_sum_ptr=Slot("rows_sums" if sums else "delta"),
+            WANT_DQ=self.want["dq"] and not self.reads_ds,
+            SUM_ROWS=sums,
+            **self._statistics(),
+        )
+
+    def _dkdv(self) -> Launch:
+        p = self.problem
+        sums = bool(self.by_structure["columns"])
+        return self.ops.launch(
+            backward.dkdv_kernel,
+            "dkdv",
+            ("q", "k", "v", "dout", "dk", "dv"),
+            lambda tile: triton.cdiv(p.N, tile.block_n) * p.batch_size * p.Hkv,
+            column_ptr=Slot("columns_sums" if sums else "delta"),
+            WANT_DK=self.want["dk"],
+            WANT_DV=self.want["dv"],
+            STORE_DS=bool(self.stored),
+            SUM_COLUMNS=sums,
+            **self._ds(),
+            **self._statistics(),
+        )
+
+    def _dbias(self, i: int) -> Iterator[Launch]:
+        """The owner kernel of one shared bias, in fixed chunks if its tiles are too few to fill the GPU."""
+        p, sums = self.problem, f"grad{i}"
+        view = self.ops.views[sums]
+        axes = (*self.ops.sizes, p.Hq)
+        owns = tuple(stride != 0 for stride in view.strides[:-2])
+        owners = 1
+        for size, own in zip(axes, owns, strict=True):
+            owners *= size if own else 1
+        shared, count = self.heads // owners, owners * p.M * p.N
+        tile, _ = self.ops.tile("dbias")
+        tiles = triton.cdiv(p.M, tile.block_m) * triton.cdiv(p.N, tile.block_n)
+        wanted = triton.cdiv(4 * self.ops.device.multiprocessors, tiles * owners)
+        chunk = triton.cdiv(shared, max(1, min(shared, wanted, SCRATCH_BYTES // (4 * count))))
+        chunks = triton.cdiv(shared, chunk)
+        if chunks > 1:
+            sums = f"partial{i}"
+            self.scratch[sums] = chunks * count
+            sizes = [size if own else 1 for size, own in zip(axes, owns, strict=True)]
+            view = geometry.view(geometry.contiguous_strides([*sizes, p.M, p.N]), 4, p.N, p.N % 8 == 0)
+        yield self.ops.launch(
+            backward_bias.dbias_kernel,
+            "dbias",
+            ("q", "k", "v", "dout"),
+            lambda tile: tiles * owners * chunks,
+            dbias_ptr=Slot(sums),
+            dbias_strides=view.codes,
+            DBIAS_VEC=view.vec,
+            chunk_stride=(geometry.code(count // max(view.vec, 1)),),
+            owners=owners,
+            shared=shared,
+            chunk=chunk,
+            OWNS=owns,
+            FIXED=self._fixed(owns),
+            **self._statistics(),
+        )
+        if chunks > 1:
+            self.chunked.append(i)
+            yield Launch(
+                kernel=backward_bias.add_chunks_kernel,
+                grid=triton.cdiv(count, 1024),
+                arguments={
+                    "partial_ptr": Slot(sums),
+                    "total_ptr": Slot(f"dense_grad{i}"),
+                    "count": count,
+                    "chunks": chunks,
+                    "BLOCK": 1024,
+                },
+                warps=4,
+                stages=1,
+            )
+
+    def _fixed(self, owns: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which terms are the same for all (batch item, head) pairs that share one tile of the bias gradient."""
+        return tuple(
+            not any(stride for stride, own in zip(view.strides[:-2], owns, strict=True) if not own)
+            for view in self.ops.term_views
+        )

@@ -1,0 +1,30 @@
+"""What a pass does, written down once per problem and layout: launches, scratch, and what torch adds up after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from biasflash.backends.triton.operands import Launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """A reduction left to torch after the launches: ``grad`` = ``scratch`` viewed as ``shape``, summed to its shape."""
+
+    scratch: str
+    shape: tuple[int, ...]
+    grad: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Launches in order; float32 scratch by name and element count; what is summed or copied afterwards.
+
+    ``copies`` are pairs (from, to) of term indices; ``chunked`` are the terms whose gradient is a sum of chunks.
+    """
+
+    launches: tuple[Launch, ...]
+    scratch: tuple[tuple[str, int], ...] = ()
+    sums: tuple[Sum, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    chunked: tuple[int, ...] = ()
