@@ -1,1 +1,1 @@
-"""The portable path, Triton kernels: ``backend`` keeps the contract, ``forward_plan`` and ``backward_plan`` choose, ``launch`` launches."""
+"""The portable path, Triton kernels: ``backend`` keeps the contract, the plans choose, ``launch`` launches."""
