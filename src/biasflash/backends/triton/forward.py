@@ -16,30 +16,50 @@ from biasflash.tile.memory import (
     store_rows,
     wide,
 )
+from biasflash.tile.pieces import store_piece
 from biasflash.tile.score import score_tile
 from biasflash.tile.softmax import LOG2E, finish, running_step
 from biasflash.tile.span import key_span, place
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
+@triton.jit
+def piece_span(piece, piece_tiles, full_end, end, BLOCK_N: tl.constexpr):
+    """``(first, full_end, end)`` of ``key_span``'s answer cut to one piece of the keys; it may hold none.
+
+    Multiples of BLOCK_N are visible as such, or biases would not be fetched ahead.
+    """
+    first = piece * piece_tiles * BLOCK_N
+    stop = first + piece_tiles * BLOCK_N
+    return first, tl.maximum(tl.minimum(full_end, stop), first), tl.minimum(end, stop)
+
+
+@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift", "piece_tiles"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, out_strides, term_strides,
-    M, N, heads, group, batch, shift, scale,
+    M, N, heads, group, batch, shift, scale, piece_tiles,
     TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, LOW_RANGE: tl.constexpr, KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, ORDER: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + biases, hidden pairs at -inf) v.
 
-    Grid: one program per query tile, batch item and head.
+    Grid: one program per query tile, batch item and head. SPLIT: as many again for every piece of ``piece_tiles``
+    key tiles, pieces slowest; ``out_ptr``, ``lse_ptr`` and ``low_ptr`` are then the scratch that
+    ``merge_kernel`` adds up: sums, maxima and denominators, each ``[pieces, rows]``.
     """
     if EVEN_N:
         N = N // 8 * 8  # equal, and tells the compiler that keys come in eights
     tiles = tl.cdiv(M, BLOCK_M)
-    tile, b, h = place(tl.program_id(0), tiles, batch, heads, ORDER)
+    pid = tl.program_id(0)
+    piece = 0
+    if SPLIT:
+        piece = pid // (tiles * batch * heads)
+        pid = pid % (tiles * batch * heads)
+    tile, b, h = place(pid, tiles, batch, heads, ORDER)
     if IS_CAUSAL:
         tile = tiles - 1 - tile  # the longest rows first
     q_start = tile * BLOCK_M
@@ -61,9 +81,12 @@ def forward_kernel(
     acc_out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
+    first = 0
     full_end, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    if SPLIT:
+        first, full_end, end = piece_span(piece, piece_tiles, full_end, end, BLOCK_N)
     for phase in tl.static_range(2):  # tiles fully inside, then those that cross the diagonal or the end
-        lo = full_end if phase else 0
+        lo = full_end if phase else first
         hi = end if phase else full_end
         for k_start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
             k_start = tl.multiple_of(k_start, BLOCK_N)
@@ -105,11 +128,17 @@ def forward_kernel(
                 v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
             acc_out = tl.dot(p.to(v.dtype), v, acc_out * alpha[:, None], input_precision=PRECISION)  # [M, Dv]
 
-    inverse, lse, low = finish(m, l, 1.0 if SCALED else scale)
-    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
-    at = (wide(b) * heads + h) * M + q_at + q_local
-    out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
-    store_rows(out_base, q_at, q_local, out_strides, q_own, acc_out * inverse[:, None], DV, BLOCK_DV, OUT_VEC, WIDE)
-    tl.store(lse_ptr + at, lse, mask=q_own)
-    if KEEP_LOW:
-        tl.store(low_ptr + at, low, mask=q_own)
+    if SPLIT:
+        at = ((piece * batch + b) * heads + h) * M + q_at + q_local  # far below 2^31: scratch is small
+        store_piece(
+            out_ptr, lse_ptr, low_ptr, at, owned(q_at, q_start, q_local, M, SHORT_M), acc_out, m, l, DV, BLOCK_DV
+        )
+    else:
+        inverse, lse, low = finish(m, l, 1.0 if SCALED else scale)
+        q_own = owned(q_at, q_start, q_local, M, SHORT_M)
+        at = (wide(b) * heads + h) * M + q_at + q_local
+        out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
+        store_rows(out_base, q_at, q_local, out_strides, q_own, acc_out * inverse[:, None], DV, BLOCK_DV, OUT_VEC, WIDE)
+        tl.store(lse_ptr + at, lse, mask=q_own)
+        if KEEP_LOW:
+            tl.store(low_ptr + at, low, mask=q_own)

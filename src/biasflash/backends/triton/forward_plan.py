@@ -3,25 +3,164 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import triton
 
-from biasflash.backends.triton import forward
-from biasflash.backends.triton.operands import Device, Layout, Operands, Slot
+from biasflash.backends.triton import forward, merge
+from biasflash.backends.triton.config import TileConfig
+from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
-from biasflash.problem import Problem
+from biasflash.problem import Problem, Term
 
 
-def forward_recipe(problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]) -> Recipe:
-    """One kernel. ``rows`` holds q, k, v and out."""
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """When the keys of a query tile are shared out among programs, and among how many.
+
+    Programs are counted per multiprocessor. Overlap comes from several programs on one multiprocessor, so a GPU with
+    fewer than ``fill`` waits most of the time; ``goal`` leaves a second wave to even out what the first leaves idle.
+    """
+
+    fill: int = 4  # programs of 4 warps that find room on a multiprocessor, by registers
+    goal: int = 8
+    least_keys: int = 1024  # 16 tiles of 64, about 16 us for a lone program: adding up costs a launch, 3 to 5 us
+    piece_keys: int = 256  # at least: four tiles for each time that a query tile is loaded and its sums are stored
+    scratch_bytes: int = 32 * 2**20  # stays in the L2 cache of an H200 (50 MB) until it is read again
+
+
+RULE = SplitRule()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """``pieces`` of ``tiles`` key tiles each."""
+
+    pieces: int
+    tiles: int
+    why: str
+
+
+def choose_split(problem: Problem, tile: TileConfig, multiprocessors: int, rule: SplitRule) -> Split | None:
+    """How to share out the keys, or None where one program walks over all keys of its query tile."""
+    p = problem
+    reach = p.N if p.causal_shift is None else min(p.N, max(0, p.M + p.causal_shift))  # keys that any query sees
+    programs = triton.cdiv(p.M, tile.block_m) * p.batch_size * p.Hq
+    if programs >= rule.fill * multiprocessors or reach < rule.least_keys:
+        return None
+    row_bytes = 4 * p.batch_size * p.Hq * p.M * (p.Dv + 2)
+    wanted = triton.cdiv(rule.goal * multiprocessors, programs)
+    pieces = min(wanted, reach // rule.piece_keys, rule.scratch_bytes // row_bytes)
+    if pieces < 2:
+        return None
+    tiles = triton.cdiv(triton.cdiv(reach, pieces), tile.block_n)
+    keys = tiles * tile.block_n
+    why = f"{programs} query tiles would not fill {multiprocessors} multiprocessors: pieces of {keys} keys"
+    return Split(pieces=triton.cdiv(reach, keys), tiles=tiles, why=why)
+
+
+def packed(
+    problem: Problem, rows: Mapping[str, Layout], terms: Sequence[Layout]
+) -> tuple[Problem, dict[str, Layout], list[Layout]] | None:
+    """A call of one query and grouped heads, seen as one whose queries are the heads of a group; None for others.
+
+    One tile then holds all query heads that read the same keys, instead of a tile of one row each. It is another view
+    of the same tensors: ``(*B, 1, Hkv * group, D)`` as ``(*B, group, Hkv, D)``, ``(*B, Hkv * group, 1, N)`` as
+    ``(*B, Hkv, group, N)``; rows of lse keep their order. Not where heads have masks of their own: a key that one of
+    them hides must not be read for it, whatever is stored there.
+    """
+    p = problem
+    group = p.Hq // p.Hkv
+    hides_from_heads = any(t.kind == "keep" and t.shape[-3] != 1 for t in p.terms)
+    if p.M != 1 or group == 1 or hides_from_heads or (p.causal_shift is not None and p.causal_shift < p.N - 1):
+        return None
+
+    def split_rows(layout: Layout) -> Layout:
+        *batch, _, head, column = layout.strides
+        return replace(layout, strides=(*batch, head, group * head, column))
+
+    def split_term(term: Term, layout: Layout) -> tuple[Term, Layout]:
+        *batch, heads, _, columns = term.shape
+        *steps, head, _, column = layout.strides
+        if heads == 1:
+            return term, layout
+        term = replace(term, shape=(*batch, p.Hkv, group, columns))
+        return term, replace(layout, strides=(*steps, group * head, head, column))
+
+    parts = [split_term(*pair) for pair in zip(p.terms, terms, strict=True)]
+    problem = replace(p, M=group, Hq=p.Hkv, terms=tuple(term for term, _ in parts), causal_shift=None)
+    changed = {name: split_rows(rows[name]) for name in ("q", "out")}
+    return problem, {**rows, **changed}, [layout for _, layout in parts]
+
+
+def forward_recipe(
+    problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout], *, scratch: bool = False
+) -> Recipe:
+    """One kernel, or two where keys are split. ``rows`` holds q, k, v and out.
+
+    ``scratch``: whoever runs the recipe gives it ``Recipe.scratch``; without, one kernel does it all.
+    """
+    if problem.is_empty:
+        return _whole(Operands(problem, device, rows, terms))
+    problem, rows, terms = packed(problem, rows, terms) or (problem, rows, terms)
     ops = Operands(problem, device, rows, terms)
-    heads = problem.batch_size * problem.Hq
+    split = choose_split(problem, ops.tile("forward")[0], device.multiprocessors, RULE) if scratch else None
+    return _whole(ops) if split is None else _pieces(ops, split)
+
+
+def _whole(ops: Operands) -> Recipe:
+    heads = ops.problem.batch_size * ops.problem.Hq
     launch = ops.launch(
         forward.forward_kernel,
         "forward",
         ("q", "k", "v", "out"),
-        lambda tile: triton.cdiv(problem.M, tile.block_m) * heads,
+        lambda tile: triton.cdiv(ops.problem.M, tile.block_m) * heads,
         lse_ptr=Slot("lse"),
         low_ptr=Slot("low"),
+        piece_tiles=0,
+        SPLIT=False,
     )
     return Recipe(launches=(launch,))
+
+
+def _pieces(ops: Operands, split: Split) -> Recipe:
+    p = ops.problem
+    heads = p.batch_size * p.Hq
+    count = split.pieces * heads * p.M
+    parts = ops.launch(
+        forward.forward_kernel,
+        "forward",
+        ("q", "k", "v", "out"),
+        lambda tile: triton.cdiv(p.M, tile.block_m) * heads * split.pieces,
+        out_ptr=Slot("piece_sums"),
+        lse_ptr=Slot("piece_maxima"),
+        low_ptr=Slot("piece_denominators"),
+        piece_tiles=split.tiles,
+        SPLIT=True,
+    )
+    parts.why = f"{parts.why}; {split.why}"
+    return Recipe(
+        launches=(parts, _merge(ops, split.pieces)),
+        scratch=(("piece_sums", count * p.Dv), ("piece_maxima", count), ("piece_denominators", count)),
+    )
+
+
+def _merge(ops: Operands, pieces: int) -> Launch:
+    """Many pieces: one row a program, so that decoding spreads; few: several rows. Both read about 32 KiB at a time."""
+    p = ops.problem
+    at_once, rows = (64, 1) if pieces > 8 else (8, 4)
+    given = {**ops.numbers, **ops.constants}
+    given |= {"acc_ptr": Slot("piece_sums"), "m_ptr": Slot("piece_maxima"), "l_ptr": Slot("piece_denominators")}
+    given |= {"out_ptr": Slot("out"), "lse_ptr": Slot("lse"), "low_ptr": Slot("low")}
+    given |= {"out_strides": ops.views["out"].codes, "OUT_VEC": ops.views["out"].vec}
+    given |= {"pieces": pieces, "PIECES": at_once, "ROWS": rows}
+    warps = 8 if at_once * given["BLOCK_DV"] > 8192 else 4
+    return Launch(
+        kernel=merge.merge_kernel,
+        grid=triton.cdiv(p.M, rows) * p.batch_size * p.Hq,
+        arguments={name: given[name] for name in merge.merge_kernel.arg_names},
+        warps=warps,
+        stages=1,
+        tile=TileConfig(block_m=rows, block_n=at_once, warps=warps, stages=1),
+        why=f"adds {pieces} pieces of each row, in order",
+    )
