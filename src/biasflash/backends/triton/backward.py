@@ -23,6 +23,9 @@ from biasflash.tile.memory import (
 from biasflash.tile.score import score_grad_tile, score_tile
 from biasflash.tile.softmax import (
     LOG2E,
+    extreme_reference,
+    head_has_extreme,
+    is_extreme,
     load_row_statistics,
     probability,
     row_reference,
@@ -34,13 +37,14 @@ from biasflash.tile.span import key_span, place, query_span
 
 @triton.jit(do_not_specialize=["M", "heads", "batch"])
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, reference_ptr, delta_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr,
     sizes, out_strides, dout_strides,
     M, heads, batch,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, OUT_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, HAS_DLSE: tl.constexpr,
-    WIDE: tl.constexpr, SHORT_M: tl.constexpr, PAIR: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDE: tl.constexpr, SHORT_M: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = <out, dout> - dlse and the reference of every row, float32.
+    """delta = <out, dout> - dlse and the reference of every row, float32; with RARE a flag for every tile of queries.
 
     Grid: one program per head (fastest), query tile and batch item.
     """
@@ -61,8 +65,11 @@ def delta_kernel(
     at = head * M + q_at + q_rows
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at)
-    reference = row_reference(tl.load(lse_ptr + at), PAIR)
-    delta = tl.where(reference == float("inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
+    lse = tl.load(lse_ptr + at)
+    reference = row_reference(lse, PAIR, RARE)
+    delta = tl.where(lse == float("-inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
+    if RARE:
+        tl.store(rare_ptr + head * tiles + tile, tl.max(is_extreme(lse).to(tl.float32), 0))
     head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
@@ -81,16 +88,17 @@ def store_unseen(
         )
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "kv_heads", "group", "batch", "shift"])
+@triton.jit(do_not_specialize=["M", "N", "heads", "kv_heads", "group", "batch", "shift", "rare_tiles"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr, dk_ptr, dv_ptr, ds_ptr, column_ptr, term_ptrs,
+    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dk_ptr, dv_ptr, ds_ptr,
+    column_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, ds_strides, term_strides,
-    M, N, heads, kv_heads, group, batch, shift, scale,
+    M, N, heads, kv_heads, group, batch, shift, rare_tiles, scale,
     TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr,
     DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, HAS_KEEP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr,
     IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -126,6 +134,7 @@ def dkdv_kernel(
         head = wide(b) * heads + h
         reference_row = reference_ptr + head * statistics_pitch(M, BLOCK_M)
         delta_row = delta_ptr + head * statistics_pitch(M, BLOCK_M)
+        lse_row = lse_ptr + head * M
         low_row = low_ptr + head * M
         q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
         dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC)
@@ -134,11 +143,18 @@ def dkdv_kernel(
         if STORE_DS:
             ds_base = ds_ptr + head_offset(b, h, ds_strides, sizes, DS_VEC)
             store_unseen(ds_base, ds_strides, start, k_at, q_local, k_local, k_own, M, DS_VEC, WIDE, BLOCK_M, BLOCK_N)
-        for phase in tl.static_range(2):  # query tiles on the diagonal, then those that see every key of the tile
-            if phase or IS_CAUSAL:
-                lo = full_start if phase else start
-                hi = M if phase else tl.minimum(full_start, M)
-                for q_start in tl.range(lo, hi, BLOCK_M, num_stages=STAGES):
+        # query tiles on the diagonal, those that see every key of the tile, and extreme rows if there are any
+        for phase in tl.static_range(3):
+            if phase == 1 or (phase == 0 and IS_CAUSAL) or (phase == 2 and RARE):
+                lo = full_start if phase == 1 else start
+                hi = M
+                if phase == 0:
+                    hi = tl.minimum(full_start, M)
+                if phase == 2:
+                    hi = tl.where(head_has_extreme(rare_ptr + head * rare_tiles, rare_tiles), M, start)
+                    if STORE_DS:
+                        tl.debug_barrier()  # other threads may have stored the zeros that are now overwritten
+                for q_start in tl.range(lo, hi, BLOCK_M, num_stages=1 if phase == 2 else STAGES):
                     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
                     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
                     q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
@@ -158,8 +174,12 @@ def dkdv_kernel(
                         reference_row, delta_row, q_start, q_rows, q_own, M, BLOCK_M, SHORT_M
                     )
                     low = delta
-                    if PAIR:
+                    if PAIR or phase == 2:
                         low = tl.load(low_row + q_at + q_rows) * LOG2E
+                    if phase == 2:
+                        reference = extreme_reference(tl.load(lse_row + q_at + q_rows))
+                        q_own = q_own & (reference != float("inf"))
+                        reference = tl.where(q_own, reference, float("inf"))
                     dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
                     y = score_tile(
                         tl.dot(k, tl.trans(q), input_precision=PRECISION),  # [N, M]
@@ -172,9 +192,9 @@ def dkdv_kernel(
                         TERMS,
                         SCALED,
                         IS_CAUSAL,
-                        phase == 0,
+                        phase != 1,
                     )
-                    p = probability(y, reference[None, :], low[None, :], unit, PAIR)
+                    p = probability(y, reference[None, :], low[None, :], unit, PAIR or phase == 2)
                     if WANT_DV:
                         acc_dv = tl.dot(p.to(dout.dtype), dout, acc_dv, input_precision=PRECISION)  # [N, Dv]
                     if WANT_DK or STORE_DS or SUM_COLUMNS:
@@ -210,16 +230,17 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, dq_ptr, row_sum_ptr,
-    term_ptrs,
+    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr, dq_ptr,
+    row_sum_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides,
     M, N, heads, group, batch, shift, scale,
     TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr,
     DQ_VEC: tl.constexpr, WANT_DQ: tl.constexpr, HAS_DLSE: tl.constexpr, SUM_ROWS: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
-    PAIR: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
-    ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, TAIL: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k of a query tile, scores recomputed.
 
@@ -251,7 +272,8 @@ def dq_kernel(
         unit = scale * LOG2E
     q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
     dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
-    reference = row_reference(tl.load(lse_ptr + at), PAIR)
+    lse = tl.load(lse_ptr + at)
+    reference = row_reference(lse, PAIR, RARE)
     low = reference
     if PAIR:
         low = tl.load(low_ptr + at) * LOG2E
@@ -260,17 +282,26 @@ def dq_kernel(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at)
-    delta = tl.where(reference == float("inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
+    delta = tl.where(lse == float("-inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
+    has_extreme = False
+    if RARE:
+        flag = tl.max(is_extreme(lse).to(tl.float32), 0)
+        tl.store(rare_ptr + head * tiles + q_start // BLOCK_M, flag)
+        has_extreme = flag > 0.0
     head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_row = tl.zeros([BLOCK_M], tl.float32)
     full_end, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
-    for phase in tl.static_range(2):
-        lo = full_end if phase else 0
+    for phase in tl.static_range(3 if RARE else 2):  # as in the forward pass, then extreme rows if there are any
+        lo = full_end if phase == 1 else 0
         hi = end if phase else full_end
-        for k_start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
+        if phase == 2:
+            hi = tl.where(has_extreme, end, 0)
+            reference = extreme_reference(lse)
+            low = tl.load(low_ptr + at) * LOG2E
+        for k_start in tl.range(lo, hi, BLOCK_N, num_stages=1 if phase == 2 else STAGES):
             k_start = tl.multiple_of(k_start, BLOCK_N)
             k_at = k_start
             if phase:
@@ -305,10 +336,10 @@ def dq_kernel(
                 TERMS,
                 SCALED,
                 IS_CAUSAL,
-                phase == 1,
+                phase != 0,
             )
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
-            p = probability(y, reference[:, None], low[:, None], unit, PAIR)
+            p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 2)
             ds = score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
             if SUM_ROWS:
                 acc_row += tl.sum(ds, 1)

@@ -22,7 +22,7 @@ from biasflash.tile.memory import (
     wide_if,
 )
 from biasflash.tile.score import score_grad_tile, score_tile
-from biasflash.tile.softmax import LOG2E, probability, statistics_pitch
+from biasflash.tile.softmax import LOG2E, extreme_reference, probability, statistics_pitch
 
 
 @triton.jit
@@ -59,17 +59,33 @@ def split_index(owner, item, sizes, heads, OWNS: tl.constexpr):
     return b, h
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk"])
+@triton.jit
+def chunk_has_extreme(
+    flags, tiles, q_at, owner, first, last, sizes, heads,
+    OWNS: tl.constexpr, RARE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Whether a query tile has extreme rows in any of the (batch item, head) pairs from ``first`` to ``last``."""
+    found = 0.0
+    for i in range(first, last, 64):
+        item = i + tl.arange(0, 64)
+        b, h = split_index(owner, tl.minimum(item, last - 1), sizes, heads, OWNS)
+        row = flags + (b * heads + h) * tiles
+        for t in range(q_at // RARE_BLOCK, (q_at + BLOCK_M - 1) // RARE_BLOCK + 1):
+            found = tl.maximum(found, tl.max(tl.load(row + tl.minimum(t, tiles - 1)), 0))
+    return found > 0.0
+
+
+@triton.jit(do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk", "rare_tiles"])
 def dbias_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr, dbias_ptr, term_ptrs,
+    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dbias_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride, term_strides,
-    M, N, heads, group, shift, owners, shared, chunk, scale,
+    M, N, heads, group, shift, owners, shared, chunk, rare_tiles, scale,
     TERMS: tl.constexpr, OWNS: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
     DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
-    PAIR: tl.constexpr, HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr, HAS_KEEP: tl.constexpr,
+    PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dbias tile = sum of ds over the (batch item, head) pairs that share it.
 
@@ -117,60 +133,70 @@ def dbias_kernel(
         WIDE,
         SHORT_N,
     )
-    for item in tl.range(first, last, num_stages=STAGES):
-        b, h = split_index(owner, item, sizes, heads, OWNS)
-        q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC, WIDE_HEADS)
-        k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC, WIDE_HEADS)
-        v_base = v_ptr + head_offset(b, h // group, v_strides, sizes, V_VEC, WIDE_HEADS)
-        dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC, WIDE_HEADS)
-        q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
-        k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
-        terms = ()
-        for i in tl.static_range(len(TERMS)):
-            if FIXED[i]:
-                terms = terms + (fixed[i],)  # noqa: RUF005
-            else:
-                tile_base = term_ptrs[i] + head_offset(b, h, term_strides[i], sizes, TERMS[i][3], WIDE_HEADS)
-                tile_i = load_term(
-                    tile_base,
-                    term_strides[i],
-                    q_at,
-                    k_at,
-                    q_rows[:, None],
-                    k_local[None, :],
-                    k_own[None, :],
-                    TERMS[i][1],
-                    TERMS[i][2],
-                    TERMS[i][3],
-                    WIDE,
-                    SHORT_N,
-                )
-                terms = terms + (tile_i,)  # noqa: RUF005
-        index = b * heads + h
-        at = wide_if(index, WIDE_HEADS) * statistics_pitch(M, TAIL) + q_at + q_rows
-        reference = tl.load(reference_ptr + at)
-        delta = tl.load(delta_ptr + at)
-        low = delta
-        if PAIR:
-            low = tl.load(low_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows) * LOG2E
-        dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
-        v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
-        y = score_tile(
-            tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
-            terms,
-            (q_at + q_local)[:, None],
-            (k_at + k_local)[None, :],
-            k_own[None, :],
-            scale,
-            shift,
-            TERMS,
-            SCALED,
-            IS_CAUSAL,
-            IS_CAUSAL,
-        )
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
-        p = probability(y, reference[:, None], low[:, None], unit, PAIR)
-        acc_ds += score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
+    for phase in tl.static_range(2 if RARE else 1):  # all rows, then extreme ones if there are any
+        hi = last
+        if phase:
+            rare = chunk_has_extreme(
+                rare_ptr, rare_tiles, q_at, owner, first, last, sizes, heads, OWNS, RARE_BLOCK, BLOCK_M
+            )
+            hi = tl.where(rare, last, first)
+        for item in tl.range(first, hi, num_stages=1 if phase else STAGES):
+            b, h = split_index(owner, item, sizes, heads, OWNS)
+            q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC, WIDE_HEADS)
+            k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC, WIDE_HEADS)
+            v_base = v_ptr + head_offset(b, h // group, v_strides, sizes, V_VEC, WIDE_HEADS)
+            dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC, WIDE_HEADS)
+            q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
+            k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
+            terms = ()
+            for i in tl.static_range(len(TERMS)):
+                if FIXED[i]:
+                    terms = terms + (fixed[i],)  # noqa: RUF005
+                else:
+                    tile_base = term_ptrs[i] + head_offset(b, h, term_strides[i], sizes, TERMS[i][3], WIDE_HEADS)
+                    tile_i = load_term(
+                        tile_base,
+                        term_strides[i],
+                        q_at,
+                        k_at,
+                        q_rows[:, None],
+                        k_local[None, :],
+                        k_own[None, :],
+                        TERMS[i][1],
+                        TERMS[i][2],
+                        TERMS[i][3],
+                        WIDE,
+                        SHORT_N,
+                    )
+                    terms = terms + (tile_i,)  # noqa: RUF005
+            index = b * heads + h
+            at = wide_if(index, WIDE_HEADS) * statistics_pitch(M, TAIL) + q_at + q_rows
+            reference = tl.load(reference_ptr + at)
+            delta = tl.load(delta_ptr + at)
+            low = delta
+            if PAIR or phase == 1:
+                low = tl.load(low_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows) * LOG2E
+            if phase:
+                lse = tl.load(lse_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows)
+                reference = extreme_reference(lse)
+            dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
+            v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
+            y = score_tile(
+                tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
+                terms,
+                (q_at + q_local)[:, None],
+                (k_at + k_local)[None, :],
+                k_own[None, :],
+                scale,
+                shift,
+                TERMS,
+                SCALED,
+                IS_CAUSAL,
+                IS_CAUSAL,
+            )
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
+            p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 1)
+            acc_ds += score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
 
     dbias_base = dbias_ptr + wide(part) * step_of(chunk_stride[0], DBIAS_VEC)
     b, h = split_index(owner, 0, sizes, heads, OWNS)

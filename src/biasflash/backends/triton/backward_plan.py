@@ -58,6 +58,12 @@ class BackwardPlan:
         self.tail = self.ops.tile("dkdv")[0].block_m  # see tile.softmax.store_row_statistics
         statistics = self.heads * (triton.cdiv(problem.M, self.tail) + 1) * self.tail
         self.scratch = {"delta": statistics, "reference": statistics}
+        self.runs_dq = (self.want["dq"] and not self.reads_ds) or bool(self.by_structure["rows"])
+        self.rare_block = self.ops.tile("dq" if self.runs_dq else "delta")[0].block_m
+        self.rare_tiles = triton.cdiv(problem.M, self.rare_block)
+        self.rare = self.ops.constants["USE_LOW"] and problem.dtype != torch.float32
+        if self.rare:
+            self.scratch["rare"] = self.heads * self.rare_tiles
 
     def _structure(self, i: int) -> str:
         p = self.problem
@@ -85,7 +91,7 @@ class BackwardPlan:
 
     def _launches(self) -> Iterator[Launch]:
         p = self.problem
-        if (self.want["dq"] and not self.reads_ds) or self.by_structure["rows"]:
+        if self.runs_dq:
             yield self._dq()
         else:
             yield self.ops.launch(
@@ -116,7 +122,11 @@ class BackwardPlan:
             "delta_ptr": Slot("delta"),
             "dlse_ptr": Slot("dlse" if self.has_dlse else "lse"),
             "TAIL": self.tail,
-            "PAIR": self.ops.constants["USE_LOW"],  # weights of rows as low as finfo.min need both halves of lse
+            "PAIR": self.problem.dtype == torch.float32,
+            "RARE": self.rare,  # rows as low as finfo.min need both halves of lse: a second pass
+            "RARE_BLOCK": self.rare_block,
+            "rare_ptr": Slot("rare" if self.rare else "delta"),
+            "rare_tiles": self.rare_tiles,
             "HAS_DLSE": self.has_dlse,
         }
 
