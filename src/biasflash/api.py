@@ -38,24 +38,56 @@ def _shown(value: object) -> str:
     return repr(value)
 
 
-def _refuse_unbuilt(**options: object) -> None:
+def _refuse_unbuilt(*, dropout_p: object, **options: object) -> None:
     """Options of the contract that no backend computes yet; each at its neutral value passes."""
     for name, value in options.items():
-        if name == "dropout_p":
-            neutral, accepted = isinstance(value, (int, float)) and value == 0.0, "0.0"
-        else:
-            neutral, accepted = value is None, "None"
-        if not neutral:
-            raise problem.UnsupportedError(f"{name}={_shown(value)} is not built yet; accepted: {name}={accepted}")
+        if value is not None:
+            raise problem.UnsupportedError(f"{name}={_shown(value)} is not built yet; accepted: {name}=None")
+    if not isinstance(dropout_p, (int, float)) or dropout_p != 0.0:
+        raise problem.UnsupportedError(f"dropout_p={_shown(dropout_p)} is not built yet; accepted: dropout_p=0.0")
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
+def _autocast(tensors: list[Tensor]) -> list[Tensor]:
     """Under ``torch.autocast`` q, k and v go to the region's dtype, as in torch's own attention; biases stay."""
     device = tensors[0].device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
-    return list(tensors)
+    return tensors
+
+
+def _check(
+    door: Door,
+    inputs: list[Tensor],
+    bias: Terms,
+    mask: Terms,
+    causal: bool | str,
+    scale: float | None,
+    backend: str | None,
+    grouped: bool,
+) -> tuple[list[Tensor], list[Tensor], ops.Settings]:
+    """Every check of a call: inputs with lengths before heads, terms in order, and what the operator is told."""
+    plan.check_backend(backend)
+    problem.check_inputs(door, inputs, grouped=grouped)
+    if door.heads_first:
+        inputs = [t.transpose(-3, -2) for t in inputs]
+    q, k, _ = ops.unpack(inputs, door.layout)
+    terms, kinds = problem.gather_terms(bias, mask, q, k.shape[-3], door)
+    alignment, scale = problem.check_causal(causal), problem.check_scale(scale, door.scale)
+    return inputs, terms, (",".join(kinds), door.layout, alignment, scale, backend)
+
+
+#: calls that passed every check -> how they are computed; the key holds all that a check looks at
+_passed: dict[tuple[object, ...], ops.Direct] = {}
+#: types of ``causal``, ``scale`` and ``backend`` that a key may hold: 1, 1.0 and True are equal, their types are not
+_OPTIONS = frozenset({bool, str, float, int, type(None)})
+MOST_PASSED = 4096
+
+
+def _listed(terms: Terms) -> Sequence[Tensor]:
+    if terms is None:
+        return ()
+    return terms if isinstance(terms, (list, tuple)) else (terms,)
 
 
 def _call(
@@ -69,15 +101,27 @@ def _call(
     backend: str | None = None,
     grouped: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    plan.check_backend(backend)
-    inputs = _autocast(*tensors)
-    problem.check_inputs(door, inputs, grouped=grouped)
+    """The checks and the operator; for plain tensors, a call like an earlier one goes straight to its backend."""
+    inputs = _autocast(tensors)
+    biases, masks = _listed(bias), _listed(mask)
+    given = [*inputs, *biases, *masks]
+    options = (causal, scale, backend)
+    types = tuple([type(option) for option in options])
+    if not (ops.is_plain(given) and _OPTIONS.issuperset(types)):
+        out, lse = ops.attend(*_check(door, inputs, bias, mask, causal, scale, backend, grouped))
+        return (out, lse) if return_lse else out
+    facts = [(t.shape, t.dtype, t.device, t.requires_grad) for t in given]
+    key = (door, grouped, *options, *types, len(biases), *facts)
+    way = _passed.get(key)
+    if way is None:
+        checked = _check(door, inputs, bias, mask, causal, scale, backend, grouped)
+        if len(_passed) >= MOST_PASSED:
+            _passed.clear()
+        way = _passed[key] = ops.prepare(*checked)
     if door.heads_first:
         inputs = [t.transpose(-3, -2) for t in inputs]
-    q, k, _ = ops.unpack(inputs, door.layout)
-    terms, kinds = problem.gather_terms(bias, mask, q, k.shape[-3], door)
-    alignment, scale = problem.check_causal(causal), problem.check_scale(scale, door.scale)
-    out, lse = ops.attend(inputs, terms, kinds, door.layout, alignment, scale, backend)
+    terms = given[len(inputs) :]
+    out, lse = ops.attend_directly(way, inputs, problem.masks_last(terms) if len(terms) > 1 else terms)
     return (out, lse) if return_lse else out
 
 

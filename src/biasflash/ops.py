@@ -8,8 +8,9 @@ gradient is written as one packed tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -48,19 +49,108 @@ def _split(kinds: str) -> list[str]:
     return kinds.split(",") if kinds else []
 
 
+#: kinds of the terms joined by commas, layout, causal alignment, scale, backend: what the operators take beside tensors
+Settings: TypeAlias = tuple[str, str, str, float | None, str | None]
+
+
 @lru_cache(maxsize=4096)
-def _prepared(
-    facts: tuple[problems.Facts, problems.Facts, torch.dtype, torch.device],
-    kinds: str,
-    causal: str,
-    scale: float | None,
-    backend: str | None,
-) -> tuple[Problem, Backend]:
+def _prepared(facts: problems.Facts, settings: Settings) -> Direct:
     """The problem and the backend that computes it, made once for each set of facts."""
     from biasflash import backends, plan
 
+    kinds, _, causal, scale, backend = settings
     problem = problems.assemble(*facts, _split(kinds), causal, scale)
-    return problem, backends.load(plan.choose(problem, backend).backend)
+    return Direct(settings, problem, backends.load(plan.choose(problem, backend).backend))
+
+
+def prepare(inputs: Sequence[Tensor], terms: Sequence[Tensor], settings: Settings) -> Direct:
+    """How tensors that passed the checks are computed; the same for all that share shapes, dtypes, device, gradients.
+
+    Raises:
+        UnsupportedError: no backend computes it, or not the named one.
+    """
+    return _prepared(problems.facts(*unpack(inputs, settings[1]), terms), settings)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The operators called through torch's dispatcher: what compilers, dispatch modes and tensor subclasses see."""
+
+    settings: Settings
+
+    def forward(self, inputs: list[Tensor], terms: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            output: tuple[Tensor, Tensor, Tensor] = torch.ops.biasflash.forward(inputs, terms, *self.settings)
+        return output
+
+    def backward(
+        self,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        inputs: list[Tensor],
+        terms: list[Tensor],
+        output: Sequence[Tensor],
+        wanted: list[bool],
+    ) -> list[Tensor]:
+        found: list[Tensor] = torch.ops.biasflash.backward(dout, dlse, inputs, terms, *self.settings, *output, wanted)
+        return found
+
+
+@dataclass(frozen=True)
+class Direct:
+    """A prepared problem and its backend, called without the dispatcher; for tensors that are ``is_plain``."""
+
+    settings: Settings
+    problem: Problem
+    backend: Backend
+
+    def forward(self, inputs: Sequence[Tensor], terms: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = unpack(inputs, self.settings[1])
+        return self.backend.forward(self.problem, q, k, v, _padded(terms, q.dim()))
+
+    def backward(
+        self,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        inputs: list[Tensor],
+        terms: list[Tensor],
+        output: Sequence[Tensor],
+        wanted: list[bool],
+    ) -> list[Tensor]:
+        """As if dispatched, if what autograd hands over is no longer plain or the derivative's derivative is wanted."""
+        given = [t for t in (dout, dlse, *inputs, *terms, *output) if t is not None]
+        if torch.is_grad_enabled() or not is_plain(given):
+            return Dispatched(self.settings).backward(dout, dlse, inputs, terms, output, wanted)
+        return self.gradients(dout, dlse, inputs, terms, output, wanted)
+
+    def gradients(
+        self,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        inputs: Sequence[Tensor],
+        terms: Sequence[Tensor],
+        output: Sequence[Tensor],
+        wanted: Sequence[bool],
+    ) -> list[Tensor]:
+        layout = self.settings[1]
+        q, k, v = unpack(inputs, layout)
+        rank = q.dim()
+        buffers = [gradient_buffer(t) if want else None for t, want in zip([*inputs, *terms], wanted, strict=True)]
+        head = buffers[: len(inputs)]
+        if layout == "q,k,v":
+            dq, dk, dv = head
+        elif layout == "q,kv":
+            dq, dkv = head
+            dk, dv = (None, None) if dkv is None else (dkv.select(-3, 0), dkv.select(-3, 1))
+        else:
+            dq, dk, dv = (None, None, None) if head[0] is None else unpack(head, layout)  # type: ignore[arg-type]
+        dterms = tuple([None if b is None else _padded([b], rank)[0] for b in buffers[len(inputs) :]])
+        out, lse, low = output
+        if dout is None:
+            dout = torch.zeros_like(out)
+        into = Gradients(q=dq, k=dk, v=dv, terms=dterms)
+        self.backend.backward(self.problem, into, dout, dlse, q, k, v, _padded(terms, rank), out, lse, low)
+        return [b for b in buffers if b is not None]
 
 
 def _forward(
@@ -72,9 +162,7 @@ def _forward(
     scale: float | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = unpack(inputs, layout)
-    problem, chosen = _prepared(problems.facts(q, k, v, terms), kinds, causal, scale, backend)
-    return chosen.forward(problem, q, k, v, _padded(terms, q.dim()))
+    return prepare(inputs, terms, (kinds, layout, causal, scale, backend)).forward(inputs, terms)
 
 
 def _forward_fake(
@@ -118,34 +206,8 @@ def _backward(
     lse_low: Tensor,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    q, k, v = unpack(inputs, layout)
-    problem, chosen = _prepared(problems.facts(q, k, v, terms), kinds, causal, scale, backend)
-    buffers = [gradient_buffer(t) if want else None for t, want in zip([*inputs, *terms], wanted, strict=True)]
-    head = buffers[: len(inputs)]
-    if layout == "q,k,v":
-        dq, dk, dv = head
-    elif layout == "q,kv":
-        dq, dkv = head
-        dk, dv = (None, None) if dkv is None else (dkv.select(-3, 0), dkv.select(-3, 1))
-    else:
-        dq, dk, dv = (None, None, None) if head[0] is None else unpack(head, layout)  # type: ignore[arg-type]
-    dterms = [None if b is None else _padded([b], q.dim())[0] for b in buffers[len(inputs) :]]
-    if dout is None:
-        dout = torch.zeros_like(out)
-    chosen.backward(
-        problem,
-        Gradients(q=dq, k=dk, v=dv, terms=tuple(dterms)),
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        _padded(terms, q.dim()),
-        out,
-        lse,
-        lse_low,
-    )
-    return [b for b in buffers if b is not None]
+    direct = prepare(inputs, terms, (kinds, layout, causal, scale, backend))
+    return direct.gradients(dout, dlse, inputs, terms, (out, lse, lse_low), wanted)
 
 
 def _backward_fake(
@@ -172,15 +234,12 @@ def _backward_fake(
 
 
 class _Attend(torch.autograd.Function):
-    """``forward`` with ``backward`` as its derivative. Tensors are the inputs, then the terms."""
+    """The forward of ``way`` with its backward as derivative. Tensors are ``count`` inputs, then the terms."""
 
     @staticmethod
-    def forward(ctx: Any, settings: tuple[Any, ...], count: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            output: tuple[Tensor, Tensor, Tensor] = torch.ops.biasflash.forward(
-                list(tensors[:count]), list(tensors[count:]), *settings
-            )
-        ctx.settings, ctx.count = settings, count
+    def forward(ctx: Any, way: Dispatched | Direct, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        output = way.forward(list(tensors[:count]), list(tensors[count:]))
+        ctx.way, ctx.count = way, count
         ctx.save_for_backward(*tensors, *output)
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
@@ -190,11 +249,11 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dlow: Tensor | None) -> tuple[Any, ...]:
         wanted = list(ctx.needs_input_grad[2:])
         if (dout is None and dlse is None) or not any(wanted):
-            return (None, None, *(None for _ in wanted))
+            return (None, None, *[None for _ in wanted])
         saved = ctx.saved_tensors
         inputs, terms = list(saved[: ctx.count]), list(saved[ctx.count : -3])
-        found = iter(torch.ops.biasflash.backward(dout, dlse, inputs, terms, *ctx.settings, *saved[-3:], wanted))
-        return (None, None, *(next(found) if want else None for want in wanted))
+        found = iter(ctx.way.backward(dout, dlse, inputs, terms, saved[-3:], wanted))
+        return (None, None, *[next(found) if want else None for want in wanted])
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -233,12 +292,10 @@ def _forward_autograd(inputs: list[Tensor], terms: list[Tensor], *settings: Any)
     _refuse_tangents([*inputs, *terms])
     if _wants_graph([*inputs, *terms]):
         attended: tuple[Tensor, Tensor, Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
-            settings, len(inputs), *inputs, *terms
+            Dispatched(settings), len(inputs), *inputs, *terms
         )
         return attended
-    with torch._C._AutoDispatchBelowAutograd():
-        output: tuple[Tensor, Tensor, Tensor] = torch.ops.biasflash.forward(inputs, terms, *settings)
-    return output
+    return Dispatched(settings).forward(inputs, terms)
 
 
 def _backward_autograd(
@@ -264,15 +321,61 @@ for _name, _run, _fake, _autograd in (
     torch.library.register_fake(f"biasflash::{_name}", _fake, lib=_lib)
 
 
-def attend(
-    inputs: list[Tensor],
-    terms: list[Tensor],
-    kinds: list[str],
-    layout: str,
-    causal: str,
-    scale: float | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
+# --------------------------------------------------------------------------------------------------------- ways to call
+
+
+def _bits(*keys: str) -> int:
+    """A set of dispatch keys as torch writes it in one integer."""
+    found = 0
+    for key in keys:
+        found |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr()
+    return found
+
+
+#: keys that are on in a thread which runs eagerly: outside and inside of inference mode
+_EAGER = frozenset({_bits("BackendSelect", "ADInplaceOrView"), _bits("BackendSelect")})
+#: keys of an ordinary dense tensor, made outside and inside of inference mode
+_DENSE = frozenset(
+    _bits(device, f"Autocast{device}", *autograd)
+    for device in ("CPU", "CUDA")
+    for autograd in (("ADInplaceOrView", f"Autograd{device}"), ())
+)
+_TYPES = frozenset({Tensor, torch.nn.Parameter})
+#: ``Function.apply`` without its look at functorch, which ``is_plain`` took; that is a third of its time
+_attend: Any = super(torch.autograd.Function, _Attend).apply
+
+
+def is_plain(tensors: Sequence[object]) -> bool:
+    """Whether the dispatcher, asked with these tensors, would find nothing to do but call this file's functions.
+
+    Then they may be called directly, which spares 20 us a call. Not so where something traces, profiles, transforms or
+    counts calls, or where a tensor is of a kind of its own (a subclass, a wrapper, a lazily negated view).
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    c = torch._C
+    if c._dispatch_tls_local_include_set().raw_repr() not in _EAGER or c._is_torch_function_mode_enabled():
+        return False
+    if c._autograd._profiler_enabled():  # the operators are to be seen by name
+        return False
+    if c._dispatch_tls_is_dispatch_key_excluded(c.DispatchKey.AutogradFunctionality) and torch.is_grad_enabled():
+        return False  # inside the implementation of an operator that has a derivative of its own
+    for t in tensors:
+        if type(t) not in _TYPES or c._dispatch_keys(cast(Tensor, t)).raw_repr() not in _DENSE:
+            return False
+    return True
+
+
+def attend(inputs: list[Tensor], terms: list[Tensor], settings: Settings) -> tuple[Tensor, Tensor]:
     """The operator as the doors call it: ``out`` and ``lse``."""
-    out, lse, _ = torch.ops.biasflash.forward(inputs, terms, ",".join(kinds), layout, causal, scale, backend)
+    out, lse, _ = torch.ops.biasflash.forward(inputs, terms, *settings)
+    return out, lse
+
+
+def attend_directly(way: Direct, inputs: list[Tensor], terms: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """``attend`` of tensors that are plain, with what ``prepare`` found for tensors like them."""
+    if _wants_graph(inputs) or _wants_graph(terms):
+        out, lse, _ = _attend(way, len(inputs), *inputs, *terms)
+    else:
+        out, lse, _ = way.forward(inputs, terms)
     return out, lse

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +32,7 @@ MAX_WIDTH = 256
 CAUSAL = ("none", "bottom-right", "top-left")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # equal to itself alone, and hashed so
 class Door:
     """One public door in its caller's own words, so that every message speaks of what the caller wrote.
 
@@ -97,27 +98,26 @@ class Problem:
     trainable: tuple[bool, bool, bool]
 
     def __hash__(self) -> int:
-        """Computed once: plans and launch tables look the same instance up several times a call."""
-        kept: int | None = self.__dict__.get("_hash")
-        if kept is None:
-            kept = hash(tuple(self.__dict__.values()))
-            object.__setattr__(self, "_hash", kept)
-        return kept
+        return self._hash
+
+    @cached_property  # plans and launch tables look the same instance up several times a call
+    def _hash(self) -> int:
+        return hash(tuple(self.__getstate__().values()))
 
     def __getstate__(self) -> dict[str, object]:
-        """The facts without the hash, which holds for this process only."""
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+        """The facts alone: the hash holds for this process only."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         return math.prod(self.batch)
 
-    @property
+    @cached_property
     def is_empty(self) -> bool:
         """No score exists: some axis of length zero."""
         return self.batch_size * self.M * self.N * self.Hq == 0
 
-    @property
+    @cached_property
     def keeps_low(self) -> bool:
         """Whether ``lse`` is kept as a pair of floats (see the function of this name)."""
         return keeps_low(self.dtype, self.device, [t.dtype for t in self.terms])
@@ -157,19 +157,19 @@ def causal_shift(causal: str, M: int, N: int) -> int | None:
     return N - M if causal == "bottom-right" else 0
 
 
-#: shape and whether a gradient is wanted; for a term also its dtype
-Facts: TypeAlias = tuple[Any, ...]
+#: of q, k and v: shape and whether a gradient is wanted; of every term also its dtype; then q's dtype and device
+Facts: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype, torch.device]
 
 
-def facts(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]) -> tuple[Facts, Facts, torch.dtype, torch.device]:
-    """What ``assemble`` needs to know of the tensors: hashable, and quick to collect on every call."""
-    shapes = (q.shape, q.requires_grad), (k.shape, k.requires_grad), (v.shape, v.requires_grad)
+def facts(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]) -> Facts:
+    """What ``assemble`` needs to know of the tensors, hashable."""
+    shapes = tuple([(t.shape, t.requires_grad) for t in (q, k, v)])
     return shapes, tuple([(t.shape, t.requires_grad, t.dtype) for t in terms]), q.dtype, q.device
 
 
 def assemble(
-    shapes: Facts,
-    term_facts: Facts,
+    shapes: tuple[Any, ...],
+    term_facts: tuple[Any, ...],
     dtype: torch.dtype,
     device: torch.device,
     kinds: Sequence[str],
@@ -350,8 +350,12 @@ def gather_terms(
             check_term(name, value, q, keys, door)
             terms.append(value)
             kinds.append(kind_name)
-    masks_last = sorted(range(len(kinds)), key=lambda i: kinds[i] == "keep")  # a mask hides what biases add, NaN too
-    return [terms[i] for i in masks_last], [kinds[i] for i in masks_last]
+    return masks_last(terms), sorted(kinds, key="keep".__eq__)
+
+
+def masks_last(terms: Sequence[Tensor]) -> list[Tensor]:
+    """The order of terms: a mask hides what biases add, NaN too."""
+    return sorted(terms, key=lambda t: t.dtype == torch.bool)
 
 
 def _kind_of(name: str, value: Tensor, kind: Kind, door: Door) -> str:

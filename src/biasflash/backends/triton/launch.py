@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from typing import TypeAlias
 
 import torch
+import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from biasflash.backends.backend import Gradients
 from biasflash.backends.triton.backward_plan import BackwardPlan
@@ -17,45 +19,73 @@ from biasflash.backends.triton.plans import contiguous_recipes
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 
+_ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
-def _key(t: Tensor) -> tuple[tuple[int, ...], bool]:
-    """The fields of a ``Layout``; plain tuples hash faster."""
-    return t.stride(), t.data_ptr() % 16 == 0
+#: names of a call's tensors, their strides, and which of them start at a multiple of 16 bytes
+Facts: TypeAlias = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[bool, ...]]
+
+
+def _facts(tensors: Mapping[str, Tensor], addresses: Mapping[str, int]) -> Facts:
+    """What a recipe needs to know of the tensors, hashable; plain tuples hash faster than a ``Layout``."""
+    strides = tuple([t.stride() for t in tensors.values()])
+    return tuple(tensors), strides, tuple([address % 16 == 0 for address in addresses.values()])
+
+
+def _layouts(facts: Facts, count: int) -> tuple[dict[str, Layout], list[Layout], dict[int, Layout]]:
+    """The layouts of rows by name, of the ``count`` terms, and of the gradients of terms by index."""
+    found = {name: Layout(strides, aligned) for name, strides, aligned in zip(*facts, strict=True)}
+    rows = {name: found[name] for name in _ROWS if name in found}
+    terms = [found[name] for name in _names("bias", count)]
+    return rows, terms, {i: found[name] for i, name in enumerate(_names("grad", count)) if name in found}
 
 
 @lru_cache(maxsize=1024)
-def _forward_recipe(problem: Problem, precision: str, rows: tuple[Any, ...], terms: tuple[Any, ...]) -> Recipe:
+def _forward_recipe(problem: Problem, precision: str, facts: Facts) -> Recipe:
     """``precision`` is torch's float32 setting, which the plan reads itself; as part of the key, a change is seen."""
-    names = ("q", "k", "v", "out")
-    layouts = {name: Layout(*key) for name, key in zip(names, rows, strict=True)}
-    return forward_recipe(problem, device_facts(problem.device), layouts, [Layout(*key) for key in terms])
+    rows, terms, _ = _layouts(facts, len(problem.terms))
+    return forward_recipe(problem, device_facts(problem.device), rows, terms)
 
 
 @lru_cache(maxsize=1024)
-def _backward_recipe(
-    problem: Problem,
-    precision: str,
-    rows: tuple[Any, ...],
-    terms: tuple[Any, ...],
-    grads: tuple[Any, ...],
-    has_dlse: bool,
-) -> Recipe:
-    """As ``_forward_recipe``; ``rows`` and ``grads`` are pairs of name or term index and layout."""
-    layouts = {name: Layout(*key) for name, key in rows}
-    plan = BackwardPlan(
-        problem,
-        device_facts(problem.device),
-        layouts,
-        [Layout(*key) for key in terms],
-        {i: Layout(*key) for i, key in grads},
-        has_dlse,
-    )
-    return plan.recipe()
+def _backward_recipe(problem: Problem, precision: str, facts: Facts) -> Recipe:
+    """As ``_forward_recipe``."""
+    rows, terms, grads = _layouts(facts, len(problem.terms))
+    has_dlse = "dlse" in facts[0]
+    return BackwardPlan(problem, device_facts(problem.device), rows, terms, grads, has_dlse).recipe()
 
 
-def _as_bytes(terms: Sequence[Tensor]) -> list[Tensor]:
-    """Masks as bytes: the kernels test for non-zero."""
-    return [t.view(torch.uint8) if t.dtype == torch.bool else t for t in terms]
+@cache
+def _names(role: str, count: int) -> tuple[str, ...]:
+    return tuple([f"{role}{i}" for i in range(count)])
+
+
+def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: t.data_ptr() for name, t in tensors.items()}
+
+
+def _is_hooked() -> bool:
+    """Whether someone, a profiler say, wants to hear of every launch."""
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)  # None, a chain of calls, or one call
+
+
+def _launch(recipe: Recipe, device: torch.device, tensors: dict[str, Tensor], addresses: dict[str, int]) -> None:
+    """All launches in order, with new scratch; masks as bytes, since the kernels test for non-zero.
+
+    The addresses suffice once all kernels are compiled. Streams are asked for at every call: they may change.
+    """
+    for name, count in recipe.scratch:
+        tensors[name] = scratch = torch.empty(count, dtype=torch.float32, device=device)
+        addresses[name] = scratch.data_ptr()
+    if all(launch.can_start for launch in recipe.launches) and not _is_hooked():
+        stream = driver.active.get_current_stream(device.index)
+        for launch in recipe.launches:
+            launch.start(stream, addresses)
+        return
+    as_bytes = {name: t.view(torch.uint8) if t.dtype == torch.bool else t for name, t in tensors.items()}
+    for launch in recipe.launches:
+        launch.run(as_bytes)
 
 
 def run_forward(
@@ -63,17 +93,18 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``out``, ``lse`` and ``lse_low`` as the backend contract wants them."""
     p = problem
-    out = q.new_empty((*p.batch, p.M, p.Hq, p.Dv))
-    lse = q.new_empty((*p.batch, p.Hq, p.M), dtype=torch.float32)
-    low = lse.new_empty(lse.shape if p.keeps_low else 0)
+    heads = *p.batch, p.Hq, p.M
+    out = torch.empty((*p.batch, p.M, p.Hq, p.Dv), dtype=p.dtype, device=p.device)
+    lse = torch.empty(heads, dtype=torch.float32, device=p.device)
+    low = torch.empty(heads if p.keeps_low else 0, dtype=torch.float32, device=p.device)
     if p.is_empty:
         return out.zero_(), lse.fill_(float("-inf")), low
-    rows = _key(q), _key(k), _key(v), _key(out)
-    recipe = _forward_recipe(problem, torch.get_float32_matmul_precision(), rows, tuple(map(_key, terms)))
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "low": low}
-    tensors |= {f"bias{i}": t for i, t in enumerate(_as_bytes(terms))}
-    for launch in recipe.launches:
-        launch.run(tensors)
+    if terms:
+        tensors.update(zip(_names("bias", len(terms)), terms, strict=True))
+    addresses = _addresses(tensors)
+    recipe = _forward_recipe(p, torch.get_float32_matmul_precision(), _facts(tensors, addresses))
+    _launch(recipe, p.device, tensors, addresses)
     return out, lse, low
 
 
@@ -91,37 +122,35 @@ def run_backward(
     lse_low: Tensor,
 ) -> None:
     """Fills ``gradients``."""
-    wanted = {name: t for name, t in (("dq", gradients.q), ("dk", gradients.k), ("dv", gradients.v)) if t is not None}
+    rows = {"dq": gradients.q, "dk": gradients.k, "dv": gradients.v}
+    wanted = {name: t for name, t in rows.items() if t is not None}
     grads = {i: t for i, t in enumerate(gradients.terms) if t is not None}
     if problem.is_empty:
         for buffer in (*wanted.values(), *grads.values()):
             buffer.zero_()
         return
-    if dout.stride(-1) != 1 or 0 in dout.stride():
-        dout = (
-            dout.contiguous()
-        )  # out.sum() hands an expanded scalar; out's size once is cheaper than a strided load a tile
-    named = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **wanted}
-    recipe = _backward_recipe(
-        problem,
-        torch.get_float32_matmul_precision(),
-        tuple((name, _key(t)) for name, t in named.items()),
-        tuple(map(_key, terms)),
-        tuple((i, _key(t)) for i, t in grads.items()),
-        dlse is not None,
-    )
-    tensors = {"dq": out, "dk": out, "dv": out, **named, "lse": _plain(lse), "low": _plain(lse_low)}
-    tensors |= {f"bias{i}": t for i, t in enumerate(_as_bytes(terms))}
-    tensors |= {f"grad{i}": t for i, t in grads.items()}
+    strides = dout.stride()
+    if strides[-1] != 1 or 0 in strides:
+        # out.sum() hands an expanded scalar; out's size once is cheaper than a strided load a tile
+        dout = dout.contiguous()
+    tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **wanted, "lse": _plain(lse), "low": _plain(lse_low)}
+    if terms:
+        tensors.update(zip(_names("bias", len(terms)), terms, strict=True))
+    if grads:
+        names = _names("grad", len(terms))
+        tensors.update([(names[i], t) for i, t in grads.items()])
     if dlse is not None:
         tensors["dlse"] = _plain(dlse)
+    addresses = _addresses(tensors)
+    recipe = _backward_recipe(problem, torch.get_float32_matmul_precision(), _facts(tensors, addresses))
+    for name in rows:
+        if name not in wanted:  # passed, never used
+            tensors[name], addresses[name] = out, addresses["out"]
     for i in recipe.chunked:  # the sum over chunks is written in one run of elements
         grad = grads[i]
-        tensors[f"dense_grad{i}"] = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
-    for name, count in recipe.scratch:
-        tensors[name] = lse.new_empty(count)
-    for launch in recipe.launches:
-        launch.run(tensors)
+        dense = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
+        tensors[f"dense_grad{i}"], addresses[f"dense_grad{i}"] = dense, dense.data_ptr()
+    _launch(recipe, problem.device, tensors, addresses)
     _finish(recipe, grads, tensors)
 
 

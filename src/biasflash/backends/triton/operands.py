@@ -62,8 +62,9 @@ class Slot(str):
 class Launch:
     """One kernel launch written down: grid, arguments by name (tensors as ``Slot``), tile, and the reason for the tile.
 
-    Running it for the first time compiles the kernel; after that it goes straight to the compiled one, which spares
-    Triton's look at every argument (alignment and integer types are facts of the plan, so they cannot differ).
+    ``run`` takes tensors and compiles the kernel if need be. Then ``start`` goes straight to the compiled one with
+    addresses, which spares Triton's look at every argument (alignment and integer types are facts of the plan, so they
+    cannot differ), the driver's look at every address, and calls of hooks that nobody set.
     """
 
     kernel: Any
@@ -77,20 +78,24 @@ class Launch:
     _compiled: Any = field(default=None, repr=False)
 
     @cached_property
-    def _slots(self) -> tuple[list[tuple[int, Slot]], list[tuple[int, tuple[Slot, ...]]]]:
+    def _slots(self) -> tuple[list[tuple[int, str]], list[tuple[int, tuple[str, ...]]]]:
         """Positions of tensors, and of tuples of tensors, among the arguments."""
         values = list(enumerate(self.arguments.values()))
-        several = [(i, v) for i, v in values if isinstance(v, tuple) and v and isinstance(v[0], Slot)]
-        return [(i, v) for i, v in values if isinstance(v, Slot)], several
+        several = [(i, tuple(map(str, v))) for i, v in values if isinstance(v, tuple) and v and isinstance(v[0], Slot)]
+        return [(i, str(v)) for i, v in values if isinstance(v, Slot)], several
 
-    def values(self, tensors: Mapping[str, Tensor]) -> list[Any]:
-        """Arguments in the kernel's order, slots filled."""
-        filled = list(self.arguments.values())
+    @cached_property
+    def _constant(self) -> list[Any]:
+        return list(self.arguments.values())
+
+    def values(self, given: Mapping[str, Any]) -> list[Any]:
+        """Arguments in the kernel's order, slots filled from ``given``."""
+        filled = self._constant.copy()
         single, several = self._slots
         for i, slot in single:
-            filled[i] = tensors[slot]
+            filled[i] = given[slot]
         for i, slots in several:
-            filled[i] = tuple([tensors[slot] for slot in slots])
+            filled[i] = tuple([given[slot] for slot in slots])
         return filled
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
@@ -104,6 +109,26 @@ class Launch:
         if self.registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.registers
         self._compiled = self.kernel[(self.grid,)](*values, **options)
+
+    @cached_property
+    def _entry(self) -> tuple[Any, Any, Any] | None:
+        """The compiled kernel's launcher and what it is told of the kernel, as Triton's own calls pass them."""
+        try:
+            return self._compiled.run, self._compiled.function, self._compiled.packed_metadata
+        except AttributeError:  # a Triton that keeps them elsewhere
+            return None
+
+    @property
+    def can_start(self) -> bool:
+        return self.grid == 0 or (self._compiled is not None and self._entry is not None)
+
+    def start(self, stream: int, addresses: Mapping[str, int]) -> None:
+        """``run`` on a stream, without Triton's hooks, once ``can_start``; ``addresses`` are those of the tensors."""
+        if self.grid == 0:
+            return
+        assert self._entry is not None
+        launcher, function, metadata = self._entry
+        launcher(self.grid, 1, 1, stream, function, metadata, None, None, None, *self.values(addresses))
 
     def __str__(self) -> str:
         name = self.kernel.__name__.removesuffix("_kernel")
