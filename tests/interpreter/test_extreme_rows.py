@@ -45,7 +45,9 @@ def test_extreme_rows(name: str) -> None:
     for backend in ("triton", "reference"):
         dtype = torch.float16 if backend == "triton" else torch.float64
         leaves = [t.half().to(dtype).requires_grad_() for t in (q, k, v)] + [bias.clone().requires_grad_()]
-        out, lse = biasflash.attention(*leaves[:3], leaves[3], backend=backend, return_lse=True, causal=causal)
+        out, lse = biasflash.attention(
+            leaves[0], leaves[1], leaves[2], leaves[3], backend=backend, return_lse=True, causal=causal
+        )
         dlse = dlse.masked_fill(torch.isinf(lse), 0.0)
         found.append(torch.autograd.grad([out, lse], leaves, [dout.to(dtype), dlse.to(lse.dtype)]))
     for label, ours, right in zip(("dq", "dk", "dv", "dbias"), *found, strict=True):
