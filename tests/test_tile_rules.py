@@ -11,8 +11,17 @@ import pytest
 
 pytest.importorskip("triton", reason="tile rules belong to the Triton backend")
 
-from biasflash.backends.triton import config
-from biasflash.backends.triton.config import RULES, Facts, Rule, TileConfig, choose_tile, shared_bytes, shrink
+from biasflash.backends.triton import config, tables
+from biasflash.backends.triton.config import (
+    RULES,
+    Facts,
+    Rule,
+    TileConfig,
+    choose_rule,
+    choose_tile,
+    shared_bytes,
+    shrink,
+)
 from biasflash.problem import MAX_WIDTH
 
 KERNELS = ("forward", "delta", "dkdv", "dq", "dq_from_ds", "dbias")
@@ -41,7 +50,7 @@ EVERYTHING = [
 
 
 def rule_of(facts: Facts) -> Rule:
-    tile, why = choose_tile(facts)
+    tile, why = choose_rule(facts)
     return next(r for r in RULES if r.kernel == facts.kernel and (r.tile, r.why) == (tile, why))
 
 
@@ -60,15 +69,21 @@ def test_the_walk_covers_what_is_supported() -> None:
 def test_a_tile_is_found_and_fits(kernel: str) -> None:
     for facts in EVERYTHING:
         if facts.kernel == kernel:
-            tile, why = choose_tile(facts)
-            assert shared_bytes(facts, tile) <= facts.shared_memory, facts
-            assert why
+            for choose in (choose_rule, choose_tile):
+                tile, why = choose(facts)
+                assert shared_bytes(facts, tile) <= facts.shared_memory, facts
+                assert why
 
 
 def test_a_request_that_no_tile_fits_is_refused_with_the_nearest_rule() -> None:
     facts = dataclasses.replace(EVERYTHING[0], width=256, columns=512, itemsize=4, shared_memory=1024)
     with pytest.raises(LookupError, match=r"no tile rule fits .*the nearest is Rule\(kernel='forward'"):
         choose_tile(facts)
+
+
+def test_without_a_table_the_rules_decide() -> None:
+    with tables.using(None):
+        assert all(choose_tile(facts) == choose_rule(facts) for facts in EVERYTHING)
 
 
 def test_every_rule_is_reached() -> None:
@@ -125,7 +140,7 @@ def test_shrunk_tiles_hold_short_axes_and_no_more(M: int, N: int) -> None:
 
 
 def test_deciding_is_pure() -> None:
-    """The same facts give the same tile; nothing is measured at call time."""
+    """The same facts and table give the same tile; nothing is measured at call time."""
     few = EVERYTHING[::17]
     assert [choose_tile(f) for f in few] == [choose_tile(f) for f in few]
     assert isinstance(config.RULES, tuple)

@@ -24,6 +24,8 @@ def _build() -> Any:
     from biasflash.cli.check import check
     from biasflash.cli.demo import demo
     from biasflash.cli.explain import explain
+    from biasflash.cli.sweep import sweep
+    from biasflash.cli.tune import tune
 
     program = typer.Typer(
         no_args_is_help=True,
@@ -32,7 +34,7 @@ def _build() -> Any:
         rich_markup_mode=None,  # the other modes keep the line ends of docstrings
         help="Exact fused attention with additive biases, boolean masks and trainable-bias gradients.",
     )
-    for command in (check, bench, explain, demo):
+    for command in (check, bench, explain, tune, sweep, demo):
         program.command(command.__name__)(command)
 
     def show_version(wanted: bool) -> None:

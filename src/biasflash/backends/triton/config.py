@@ -1,4 +1,6 @@
-"""Tile choice as data with reasons. Deciding is pure: the same facts give the same tile, on every call and machine.
+"""Tile choice as data with reasons: a row of the GPU's measured table if there is one, else the first rule that fits.
+
+Deciding measures nothing: the same facts and the same table give the same tile, on every call and machine.
 
 Figures are medians on an H200 (bf16, Triton 3.6) unless a row says otherwise. Triton waits for each score product at
 once, so overlap comes from several programs on one multiprocessor: small tiles and capped registers beat big tiles.
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+
+from biasflash.backends.triton import tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +177,21 @@ def shared_bytes(facts: Facts, tile: TileConfig) -> int:
 
 
 def choose_tile(facts: Facts) -> tuple[TileConfig, str]:
+    """The measured tile of the table in force (see ``tables.active``) if it has one that fits, else ``choose_rule``'s.
+
+    Raises:
+        LookupError: no rule fits; names the nearest one.
+    """
+    table = tables.active()
+    row = table.find(facts) if table else None
+    if table and row:
+        tile = TileConfig(**row.tile)
+        if shared_bytes(facts, tile) <= facts.shared_memory:
+            return tile, row.why(table.gpu)
+    return choose_rule(facts)
+
+
+def choose_rule(facts: Facts) -> tuple[TileConfig, str]:
     """The first rule for the kernel whose width covers the problem's and whose tile fits, with its reason.
 
     Raises:
