@@ -96,7 +96,7 @@ def calls_of(f: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize(
     ("terms", "wanted", "lid"),
-    [(0, False, 125), (1, False, 138), (0, True, 125), (1, True, 138)],
+    [(0, False, 105), (1, False, 115), (0, True, 112), (1, True, 122)],
     ids=["plain", "bias", "plain, grad", "bias, grad"],
 )
 def test_a_forward_call_stays_under_its_lid(
@@ -110,7 +110,7 @@ def test_a_forward_call_stays_under_its_lid(
 def test_forward_and_backward_stay_under_their_lid(launched: list[tuple[Any, ...]]) -> None:
     tensors = leaves()
     dout = torch.randn(tensors[0].shape).half()
-    assert calls_of(lambda: torch.autograd.grad(attend(*tensors), tensors, dout)) <= 390
+    assert calls_of(lambda: torch.autograd.grad(attend(*tensors), tensors, dout)) <= 375
     assert len(launched) % 3 == 0
     assert {x[3] for x in launched[len(launched) // 3 :]} == {77}
 
@@ -154,7 +154,7 @@ def test_kernels_get_addresses_and_the_stream_of_the_moment(
     masks = dict(zip(launch_arguments(), public[4:], strict=True))["term_ptrs"]
     assert [t.dtype for t in masks] == [torch.float16, torch.uint8]
     differing = {n for n, a, b in zip(launch_arguments(), public[4:], started[9:], strict=True) if not same(a, b)}
-    assert differing == {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "low_ptr", "term_ptrs"}
+    assert differing == {name for name in launch_arguments() if name.endswith(("_ptr", "_ptrs"))}
 
 
 def launch_arguments() -> list[str]:

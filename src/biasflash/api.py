@@ -92,7 +92,7 @@ def _listed(terms: Terms) -> Sequence[Tensor]:
 
 def _call(
     door: Door,
-    tensors: list[Tensor],
+    values: list[Tensor],
     bias: Terms,
     mask: Terms,
     causal: bool | str,
@@ -102,16 +102,15 @@ def _call(
     grouped: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The checks and the operator; for plain tensors, a call like an earlier one goes straight to its backend."""
-    inputs = _autocast(tensors)
     biases, masks = _listed(bias), _listed(mask)
-    given = [*inputs, *biases, *masks]
-    options = (causal, scale, backend)
-    types = tuple([type(option) for option in options])
-    if not (ops.is_plain(given) and _OPTIONS.issuperset(types)):
+    types = type(causal), type(scale), type(backend)
+    if not (ops.is_plain([*values, *biases, *masks]) and _OPTIONS.issuperset(types)):
+        inputs = _autocast(problem.check_tensors(door, *values))
         out, lse = ops.attend(*_check(door, inputs, bias, mask, causal, scale, backend, grouped))
         return (out, lse) if return_lse else out
-    facts = [(t.shape, t.dtype, t.device, t.requires_grad) for t in given]
-    key = (door, grouped, *options, *types, len(biases), *facts)
+    inputs, terms = _autocast(values), [*biases, *masks]
+    facts = [(t.shape, t.dtype, t.device, t.requires_grad) for t in (*inputs, *terms)]
+    key = (door, grouped, causal, scale, backend, types, len(biases), *facts)
     way = _passed.get(key)
     if way is None:
         checked = _check(door, inputs, bias, mask, causal, scale, backend, grouped)
@@ -120,7 +119,6 @@ def _call(
         way = _passed[key] = ops.prepare(*checked)
     if door.heads_first:
         inputs = [t.transpose(-3, -2) for t in inputs]
-    terms = given[len(inputs) :]
     out, lse = ops.attend_directly(way, inputs, problem.masks_last(terms) if len(terms) > 1 else terms)
     return (out, lse) if return_lse else out
 
@@ -174,8 +172,7 @@ def attention(
         UnsupportedError: meaningful, but not built.
     """
     _refuse_unbuilt(window=window, softcap=softcap, sinks=sinks, dropout_p=dropout_p, q_lens=q_lens, kv_lens=kv_lens)
-    tensors = problem.check_tensors(ATTENTION, q, k, v)
-    return _call(ATTENTION, tensors, bias, mask, causal, scale, return_lse, backend)
+    return _call(ATTENTION, [q, k, v], bias, mask, causal, scale, return_lse, backend)
 
 
 def attention_qkvpacked(
@@ -192,8 +189,7 @@ def attention_qkvpacked(
 
     The other arguments, the results and the errors are those of ``attention`` with ``M = N = L`` and ``Hq = Hkv = H``.
     """
-    tensors = problem.check_tensors(QKVPACKED, qkv)
-    return _call(QKVPACKED, tensors, bias, mask, causal, scale, return_lse, backend)
+    return _call(QKVPACKED, [qkv], bias, mask, causal, scale, return_lse, backend)
 
 
 def attention_kvpacked(
@@ -211,8 +207,7 @@ def attention_kvpacked(
 
     The other arguments, the results and the errors are those of ``attention`` with ``Dv = D``.
     """
-    tensors = problem.check_tensors(KVPACKED, q, kv)
-    return _call(KVPACKED, tensors, bias, mask, causal, scale, return_lse, backend)
+    return _call(KVPACKED, [q, kv], bias, mask, causal, scale, return_lse, backend)
 
 
 def scaled_dot_product_attention(
@@ -231,11 +226,10 @@ def scaled_dot_product_attention(
     top-left, as torch's is. Unlike torch, mask and ``is_causal`` may be combined, and a row that sees nothing is zero.
     """
     _refuse_unbuilt(dropout_p=dropout_p)
-    tensors = problem.check_tensors(TORCH, query, key, value)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True (top-left) or False, got {type(is_causal).__name__}")
     causal = "top-left" if is_causal else False
-    out = _call(TORCH, tensors, attn_mask, None, causal, scale, grouped=enable_gqa)
+    out = _call(TORCH, [query, key, value], attn_mask, None, causal, scale, grouped=bool(enable_gqa))
     assert isinstance(out, Tensor)
     return out.transpose(-3, -2)
 
@@ -249,7 +243,7 @@ def flash_attention_fn(
     sm_scale: float | None = None,
 ) -> Tensor:
     """Historic name, kept for good: ``attention`` with positional arguments; a boolean ``bias`` is a mask."""
-    out = _call(HISTORIC, problem.check_tensors(HISTORIC, q, k, v), bias, None, causal, sm_scale)
+    out = _call(HISTORIC, [q, k, v], bias, None, causal, sm_scale)
     assert isinstance(out, Tensor)
     return out
 
@@ -258,8 +252,7 @@ def flash_attention_qkvpacked_fn(
     qkv: Tensor, bias: Tensor | None = None, causal: bool | str = False, sm_scale: float | None = None
 ) -> Tensor:
     """Historic name, kept for good: ``attention_qkvpacked`` with positional arguments; a boolean ``bias`` is a mask."""
-    tensors = problem.check_tensors(HISTORIC_QKVPACKED, qkv)
-    out = _call(HISTORIC_QKVPACKED, tensors, bias, None, causal, sm_scale)
+    out = _call(HISTORIC_QKVPACKED, [qkv], bias, None, causal, sm_scale)
     assert isinstance(out, Tensor)
     return out
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,13 +54,13 @@ Settings: TypeAlias = tuple[str, str, str, float | None, str | None]
 
 
 @lru_cache(maxsize=4096)
-def _prepared(facts: problems.Facts, settings: Settings) -> Direct:
+def _prepared(facts: problems.Facts, settings: Settings, trained: bool) -> Direct:
     """The problem and the backend that computes it, made once for each set of facts."""
     from biasflash import backends, plan
 
     kinds, _, causal, scale, backend = settings
     problem = problems.assemble(*facts, _split(kinds), causal, scale)
-    return Direct(settings, problem, backends.load(plan.choose(problem, backend).backend))
+    return Direct(settings, problem, backends.load(plan.choose(problem, backend).backend), trained)
 
 
 def prepare(inputs: Sequence[Tensor], terms: Sequence[Tensor], settings: Settings) -> Direct:
@@ -69,7 +69,8 @@ def prepare(inputs: Sequence[Tensor], terms: Sequence[Tensor], settings: Setting
     Raises:
         UnsupportedError: no backend computes it, or not the named one.
     """
-    return _prepared(problems.facts(*unpack(inputs, settings[1]), terms), settings)
+    trained = any(t.requires_grad for t in (*inputs, *terms))
+    return _prepared(problems.facts(*unpack(inputs, settings[1]), terms), settings, trained)
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,15 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class Direct:
-    """A prepared problem and its backend, called without the dispatcher; for tensors that are ``is_plain``."""
+    """A prepared problem and its backend, called without the dispatcher; for tensors that are ``is_plain``.
+
+    ``trained`` tells whether any tensor of the call wants a gradient.
+    """
 
     settings: Settings
     problem: Problem
     backend: Backend
+    trained: bool
 
     def forward(self, inputs: Sequence[Tensor], terms: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = unpack(inputs, self.settings[1])
@@ -340,12 +345,13 @@ _DENSE = frozenset(
     for device in ("CPU", "CUDA")
     for autograd in (("ADInplaceOrView", f"Autograd{device}"), ())
 )
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _TYPES = frozenset({Tensor, torch.nn.Parameter})
 #: ``Function.apply`` without its look at functorch, which ``is_plain`` took; that is a third of its time
 _attend: Any = super(torch.autograd.Function, _Attend).apply
 
 
-def is_plain(tensors: Sequence[object]) -> bool:
+def is_plain(tensors: Sequence[Any]) -> bool:
     """Whether the dispatcher, asked with these tensors, would find nothing to do but call this file's functions.
 
     Then they may be called directly, which spares 20 us a call. Not so where something traces, profiles, transforms or
@@ -358,12 +364,10 @@ def is_plain(tensors: Sequence[object]) -> bool:
         return False
     if c._autograd._profiler_enabled():  # the operators are to be seen by name
         return False
-    if c._dispatch_tls_is_dispatch_key_excluded(c.DispatchKey.AutogradFunctionality) and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and c._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
         return False  # inside the implementation of an operator that has a derivative of its own
-    for t in tensors:
-        if type(t) not in _TYPES or c._dispatch_keys(cast(Tensor, t)).raw_repr() not in _DENSE:
-            return False
-    return True
+    found = [type(t) in _TYPES and c._dispatch_keys(t).raw_repr() in _DENSE for t in tensors]
+    return all(found)
 
 
 def attend(inputs: list[Tensor], terms: list[Tensor], settings: Settings) -> tuple[Tensor, Tensor]:
@@ -374,7 +378,7 @@ def attend(inputs: list[Tensor], terms: list[Tensor], settings: Settings) -> tup
 
 def attend_directly(way: Direct, inputs: list[Tensor], terms: list[Tensor]) -> tuple[Tensor, Tensor]:
     """``attend`` of tensors that are plain, with what ``prepare`` found for tensors like them."""
-    if _wants_graph(inputs) or _wants_graph(terms):
+    if way.trained and torch.is_grad_enabled():
         out, lse, _ = _attend(way, len(inputs), *inputs, *terms)
     else:
         out, lse, _ = way.forward(inputs, terms)
