@@ -1,0 +1,375 @@
+"""Short sequences, many of them: when the fused window kernels take a call, and their launches. Deciding is pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import triton
+
+from biasflash.backends.triton import backward_bias, windows
+from biasflash.backends.triton.config import TileConfig
+from biasflash.backends.triton.geometry import View
+from biasflash.backends.triton.operands import Launch, Operands, Slot
+from biasflash.backends.triton.recipe import Recipe
+from biasflash.problem import Term
+
+#: longest sequence that is a window
+MAX_LENGTH = 128
+#: partial sums of a shared bias's gradient take at most so much float32 scratch
+SCRATCH_BYTES = 64 * 2**20
+#: what starting a program costs, in windows
+START_COST = 2
+#: programs may come in at most so many rounds over the GPU
+MAX_ROUNDS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRule:
+    """When (pass, tile sides, widest width, element size) -> tile, programs, what is held -> why; the first that fits.
+
+    ``tile`` gives upper limits of the sides: forward query tiles may be shorter than the sequence. ``programs`` are
+    those that run on one multiprocessor at a time. ``hold`` names the kinds of terms whose tiles stay in registers
+    where all windows of a program share them; others are read from memory (L1 or L2) for every window. Planes that
+    are not aligned are held whatever their kind: read element by element they cost 32 loads a thread, and registers.
+    """
+
+    kernel: str
+    queries: int
+    keys: int
+    width: int
+    itemsize: int
+    tile: TileConfig
+    programs: int
+    hold: tuple[str, ...]
+    why: str
+    capability: int | None = None
+
+
+def _rule(
+    kernel: str,
+    limits: tuple[int, int, int, int],
+    tile: tuple[int, int, int, int, int | None],
+    programs: int,
+    hold: tuple[str, ...],
+    why: str,
+    *,
+    spill_bytes: int = 0,
+    capability: int | None = None,
+) -> WindowRule:
+    queries, keys, width, itemsize = limits
+    m, n, warps, stages, registers = tile
+    config = TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers, spill_bytes=spill_bytes)
+    return WindowRule(
+        kernel=kernel,
+        queries=queries,
+        keys=keys,
+        width=width,
+        itemsize=itemsize,
+        tile=config,
+        programs=programs,
+        hold=hold,
+        why=why,
+        capability=capability,
+    )
+
+
+_BIAS, _NONE = ("dense",), ()
+#: registers and spills are those that ptxas reports for sm_90, bfloat16, a shared bias, unless a row says otherwise
+RULES: tuple[WindowRule, ...] = (
+    # ------------------------------------------------------------------------------------------------ forward, 16 bits
+    _rule("forward", (128, 64, 32, 2), (64, 64, 4, 2, None), 4, _BIAS, "95 registers, 49 tokens 99"),
+    _rule("forward", (128, 64, 64, 2), (64, 64, 4, 2, None), 4, _BIAS, "124 registers"),
+    _rule("forward", (128, 128, 64, 2), (64, 128, 4, 2, None), 3, _BIAS, "167 registers; 128 rows leave one program"),
+    # ----------------------------------------------------------------------------------------------- backward, 16 bits
+    _rule("backward", (64, 64, 32, 2), (64, 64, 4, 2, None), 2, _NONE, "177 registers, 183 with the bias held"),
+    _rule("backward", (64, 64, 64, 2), (64, 64, 4, 2, None), 2, _NONE, "189 registers, 238 held", capability=90),
+    _rule("backward", (64, 64, 64, 2), (64, 64, 4, 1, None), 2, _NONE, "sm_80: two stages spill", spill_bytes=16),
+    _rule(
+        "backward",
+        (128, 128, 32, 2),
+        (128, 128, 8, 2, None),
+        1,
+        _NONE,
+        "255 registers; a held bias spills 208 bytes, an unaligned one 272",
+        spill_bytes=272,
+        capability=90,
+    ),
+    # ------------------------------------------------------------------------------------------------- float32, Hopper
+    _rule("forward", (128, 64, 64, 4), (64, 64, 4, 1, None), 2, _NONE, "183 registers", capability=90),
+    _rule(
+        "backward",
+        (64, 64, 32, 4),
+        (64, 64, 4, 1, None),
+        2,
+        _NONE,
+        "255 registers; sm_80 spills 1360 bytes",
+        spill_bytes=168,
+        capability=90,
+    ),
+)
+
+
+def side(length: int) -> int:
+    """The power of two, at least 16, that holds an axis."""
+    return max(16, int(triton.next_power_of_2(length)))
+
+
+def choose(ops: Operands, kernel: str) -> WindowRule | None:
+    """The first rule for this call, its tile no larger than the sequences; None where there is none."""
+    p, c = ops.problem, ops.constants
+    queries, keys, width = side(p.M), side(p.N), max(c["BLOCK_D"], c["BLOCK_DV"])
+    for rule in RULES:
+        if rule.kernel != kernel or rule.itemsize != p.dtype.itemsize:
+            continue
+        if queries > rule.queries or keys > rule.keys or width > rule.width:
+            continue
+        if rule.capability not in (None, ops.device.capability):
+            continue
+        return _fitted(rule, queries, keys, ops.device.capability)
+    return None
+
+
+def _fitted(rule: WindowRule, queries: int, keys: int, capability: int) -> WindowRule:
+    """The rule with its tile cut to the sequence: a warp for 16 rows, and as many more programs.
+
+    Backward counts keys too, the rows of dk and dv. Register caps hold where they were measured.
+    """
+    tile = rule.tile
+    block_m, block_n = min(tile.block_m, queries), min(tile.block_n, keys)
+    rows = max(block_m, block_n) if rule.kernel == "backward" else block_m
+    warps = min(tile.warps, rows // 16)
+    registers = tile.registers if capability == 90 and (block_m, block_n) == (tile.block_m, tile.block_n) else None
+    tile = replace(tile, block_m=block_m, block_n=block_n, warps=warps, registers=registers)
+    return replace(rule, tile=tile, programs=rule.programs * rule.tile.warps // warps)
+
+
+def is_window(ops: Operands) -> bool:
+    """Whether the kernels take calls of this kind at all."""
+    p = ops.problem
+    if p.is_empty or max(p.M, p.N) > MAX_LENGTH:
+        return False
+    return p.Hq == p.Hkv  # a program owns one query head; grouped heads share dk and dv among programs
+
+
+# ------------------------------------------------------------------------------------------- which program takes what
+
+
+def period(view: View, sizes: Sequence[int]) -> int | None:
+    """After how many windows a term repeats; 1 if all share it, None if it never does (it varies on the first axis)."""
+    varies = [i for i, stride in enumerate(view.strides[: len(sizes)]) if stride != 0]
+    if not varies:
+        return 1
+    return math.prod(sizes[varies[0] :]) if varies[0] > 0 else None
+
+
+def cost(step: int, batch: int, columns: int, slots: int) -> int:
+    """Windows that pass one after the other when ``step * columns`` programs run in rounds of ``slots``."""
+    rounds, each = triton.cdiv(step * columns, slots), triton.cdiv(batch, step)
+    return int(rounds * (each + START_COST))
+
+
+def best_step(batch: int, columns: int, slots: int, every: int = 1) -> int:
+    """Programs per head and query tile (``columns`` of those): the cheapest multiple of ``every`` up to ``batch``."""
+    most = batch // every * every
+    steps = {min(most, max(every, rounds * slots // (columns * every) * every)) for rounds in range(1, MAX_ROUNDS + 1)}
+    step = min(sorted(steps), key=lambda s: cost(s, batch, columns, slots))
+    each = triton.cdiv(batch, step)  # windows of the busiest program: no more programs than that takes
+    return int(triton.cdiv(triton.cdiv(batch, each), every) * every)
+
+
+def choose_step(ops: Operands, rule: WindowRule, columns: int, needed: int = 1) -> int:
+    """The distance between a program's windows.
+
+    It is a multiple of ``needed``, and of the period of terms that could then be held if that costs at most a tenth
+    more windows per program.
+    """
+    batch, slots = ops.problem.batch_size, ops.device.multiprocessors * rule.programs
+    step = best_step(batch, columns, slots, needed)
+    terms = zip(ops.problem.terms, ops.term_views, strict=True)
+    found = [period(view, ops.sizes) for term, view in terms if _is_holdable(term, view, rule)]
+    wished = max((x for x in found if x is not None), default=1)  # periods are nested: the longest holds for all
+    if wished > needed and wished <= batch:
+        longer = best_step(batch, columns, slots, wished)
+        if 10 * cost(longer, batch, columns, slots) <= 11 * cost(step, batch, columns, slots):
+            return longer
+    return step
+
+
+def _is_holdable(term: Term, view: View, rule: WindowRule) -> bool:
+    is_plane = view.strides[-1] != 0 and view.strides[-2] != 0
+    return term.kind in rule.hold or (is_plane and view.vec <= 1)
+
+
+def _held(ops: Operands, rule: WindowRule, step: int) -> tuple[bool, ...]:
+    """Which terms stay in registers: the same for windows ``step`` apart, and worth it."""
+    held = []
+    for term, view in zip(ops.problem.terms, ops.term_views, strict=True):
+        repeats = period(view, ops.sizes)
+        held.append(_is_holdable(term, view, rule) and repeats is not None and step % repeats == 0)
+    return tuple(held)
+
+
+# ----------------------------------------------------------------------------------------------------------- launches
+
+
+def _end(ops: Operands, held: tuple[bool, ...], short: bool) -> dict[str, Any]:
+    """How keys past the end of a short tile are hidden.
+
+    A mask that varies over keys reads 0 there and hides them at no cost. A held bias can carry -inf there; with masks
+    or a causal diagonal it may not, since a query that sees nothing may hold NaN, and NaN + -inf is NaN. Else positions
+    are compared, one comparison and one select a score.
+    """
+    terms, causal = ops.constants["TERMS"], ops.constants["IS_CAUSAL"]
+    if causal:
+        return {"FOLD": -1, "COMPARE": True}
+    if not short or any(is_keep and has_n for _, _, has_n, _, is_keep in terms):
+        return {"FOLD": -1, "COMPARE": False}
+    folds = [i for i, (_, _, has_n, _, _) in enumerate(terms) if held[i] and has_n]
+    if folds and not ops.constants["HAS_KEEP"]:
+        return {"FOLD": folds[0], "COMPARE": False}
+    return {"FOLD": -1, "COMPARE": True}
+
+
+def _same(ops: Operands, names: Mapping[str, str]) -> tuple[int, ...]:
+    """For each tensor of rows the position of the first one with its strides."""
+    views = [ops.views[slot] for name, slot in names.items() if name != "dbias"]
+    return tuple(next(i for i, v in enumerate(views) if (v.vec, v.codes) == (x.vec, x.codes)) for x in views)
+
+
+def _launch(
+    ops: Operands, kernel: Any, rule: WindowRule, step: int, columns: int, names: Mapping[str, str], **own: Any
+) -> Launch:
+    """One launch; ``names`` maps the kernel's names of tensors to slots (and views) of the call."""
+    p, tile = ops.problem, rule.tile
+    held = _held(ops, rule, step)
+    given: dict[str, Any] = {**ops.numbers, **ops.constants, **_end(ops, held, tile.block_n > p.N)}
+    given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
+    given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": tile.block_n > p.N, "step": step, "HELD": held}
+    given |= {"lse_ptr": Slot("lse"), "low_ptr": Slot("low")}
+    given |= {"SQUARE": p.M == p.N, "SAME": _same(ops, names)}
+    for name, slot in names.items():
+        view = ops.views[slot]
+        given |= {f"{name}_ptr": Slot(slot), f"{name}_strides": view.codes, f"{name.upper()}_VEC": view.vec}
+    given |= own
+    return Launch(
+        kernel=kernel,
+        grid=step * columns,
+        arguments={name: given[name] for name in kernel.arg_names},
+        warps=tile.warps,
+        stages=tile.stages,
+        registers=tile.registers,
+        tile=tile,
+        why=rule.why,
+    )
+
+
+def forward_launch(ops: Operands) -> Launch | None:
+    """The forward pass of windows, or None where the general kernel takes the call.
+
+    Slots: q, k, v, out, lse, low, and every term.
+    """
+    rule = choose(ops, "forward") if is_window(ops) else None
+    if rule is None:
+        return None
+    columns = ops.problem.Hq * triton.cdiv(ops.problem.M, rule.tile.block_m)
+    step = choose_step(ops, rule, columns)
+    names = {name: name for name in ("q", "k", "v", "out")}
+    return _launch(ops, windows.window_forward_kernel, rule, step, columns, names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gradient:
+    """Where the gradient of the one trained bias goes: stored window by window, or summed up in partial sums."""
+
+    index: int
+    stored: bool
+    period: int = 1  # windows that have their own sums
+    owns_head: bool = True
+
+
+def _gradient(ops: Operands, i: int) -> _Gradient | None:
+    """None for a size-1 query or key axis, and where the shared batch axes are not the leading ones."""
+    p, view = ops.problem, ops.views[f"grad{i}"]
+    if p.terms[i].shape[-2:] != (p.M, p.N):
+        return None  # sums over rows or columns: the general dkdv and dq kernels have them
+    if p.terms[i].shape[:-2] == (*p.batch, p.Hq):
+        return _Gradient(index=i, stored=True)
+    batch = view.strides[: len(ops.sizes)]
+    owned = [i for i, stride in enumerate(batch) if stride != 0]
+    if owned != list(range(len(batch) - len(owned), len(batch))):
+        return None  # partial sums of one bias element would not lie a constant distance apart
+    repeats = period(view, ops.sizes)
+    if repeats is None:
+        return None  # owned by every window, shared by heads: nothing to sum up inside a program
+    return _Gradient(index=i, stored=False, period=repeats, owns_head=p.Hq == 1 or view.strides[len(batch)] != 0)
+
+
+def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grads: Sequence[int]) -> Recipe | None:
+    """The backward pass of windows, or None where the general kernels take the call.
+
+    Args:
+        ops: with views of q, k, v, dout, the wanted of dq, dk, dv, and ``grad{i}`` of every i in ``grads``.
+        has_dlse: whether a gradient of lse comes in.
+        wanted: names among dq, dk, dv.
+        grads: terms whose gradient is asked for.
+    """
+    p = ops.problem
+    rule = choose(ops, "backward") if is_window(ops) else None
+    if rule is None or len(grads) > 1:  # several sums of score gradients do not fit the registers
+        return None
+    gradient = _gradient(ops, grads[0]) if grads else None
+    if grads and gradient is None:
+        return None
+    sums = gradient is not None and not gradient.stored
+    needed = gradient.period if gradient is not None else 1
+    if not sums and rule.tile.warps <= 4:
+        rule = replace(rule, programs=2 * rule.programs)  # 106 to 124 registers without sums: twice as many fit
+    step = choose_step(ops, rule, p.Hq, needed)
+    count = step * p.Hq * p.M * p.N
+    if sums and 4 * count > SCRATCH_BYTES:
+        return None
+    names = {name: name for name in ("q", "k", "v", "dout")}
+    names |= {name: name if name in wanted else "dout" for name in ("dq", "dk", "dv")}  # pointers that are never used
+    names["dbias"] = f"grad{gradient.index}" if gradient is not None else "dout"
+    own: dict[str, Any] = {f"WANT_{name.upper()}": name in wanted for name in ("dq", "dk", "dv")}
+    own |= {
+        "STORE_DS": gradient is not None and gradient.stored,
+        "SUM_DS": sums,
+        "OWNS_HEAD": gradient is None or gradient.owns_head,
+        "period": needed,
+        "dlse_ptr": Slot("dlse" if has_dlse else "lse"),
+        "HAS_DLSE": has_dlse,
+        "PAIR": ops.constants["USE_LOW"],  # weights of rows as low as finfo.min need both halves of lse
+    }
+    if not sums or gradient is None:
+        return Recipe(launches=(_launch(ops, windows.window_backward_kernel, rule, step, p.Hq, names, **own),))
+    partial = f"partial{gradient.index}"
+    own["dbias_ptr"] = Slot(partial)
+    launch = _launch(ops, windows.window_backward_kernel, rule, step, p.Hq, names, **own)
+    total = needed * (p.Hq if gradient.owns_head else 1) * p.M * p.N
+    return Recipe(
+        launches=(launch, _sum(partial, gradient.index, total, count // total)),
+        scratch=((partial, count),),
+        chunked=(gradient.index,),
+    )
+
+
+def _sum(partial: str, index: int, count: int, chunks: int) -> Launch:
+    """The partial sums of all programs added up in order."""
+    block = 256
+    return Launch(
+        kernel=backward_bias.add_chunks_kernel,
+        grid=triton.cdiv(count, block),
+        arguments={
+            "partial_ptr": Slot(partial),
+            "total_ptr": Slot(f"dense_grad{index}"),
+            "count": count,
+            "chunks": chunks,
+            "BLOCK": block,
+        },
+        warps=2,
+        stages=1,
+    )

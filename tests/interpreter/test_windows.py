@@ -1,0 +1,260 @@
+"""The window kernels, interpreted, through the public door against float64; and the pure choices around them.
+
+Every call here is forced onto the window kernels: a plan that passes one on to the general kernels fails the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import torch
+
+from biasflash import problem
+from biasflash.backends.triton import launch, window_plan
+from biasflash.backends.triton.operands import Device, Layout, Operands
+from biasflash.backends.triton.recipe import Recipe
+from biasflash.problem import Problem
+from biasflash.testing import conformance
+from biasflash.testing.case import Bias, Case, Mask
+
+#: so few programs that every program has several windows even at test sizes
+FEW = Device(shared_memory=232448, multiprocessors=2)
+
+
+def window_forward(problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]) -> Recipe:
+    found = window_plan.forward_launch(Operands(problem, FEW, rows, terms))
+    assert found is not None, f"not a window: {problem}"
+    return Recipe(launches=(found,))
+
+
+class WindowBackward:
+    """In place of ``BackwardPlan``."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        rows: Mapping[str, Layout],
+        terms: Sequence[Layout],
+        grads: Mapping[int, Layout],
+        has_dlse: bool,
+    ) -> None:
+        names = ("dq", "dk", "dv")
+        wanted = [name for name in names if name in rows]
+        rows = {**rows, **{name: rows["out"] for name in names if name not in rows}}
+        ops = Operands(problem, FEW, rows, terms, {f"grad{i}": layout for i, layout in grads.items()})
+        self.found = window_plan.backward_recipe(ops, has_dlse, wanted, list(grads))
+        assert self.found is not None, f"not a window: {problem}"
+
+    def recipe(self) -> Recipe:
+        return self.found
+
+
+@pytest.fixture
+def _windows_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Recipes are cached by problem; none may come from before, or outlive the test."""
+    caches = (launch._forward_recipe, launch._backward_recipe)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.setattr(launch, "forward_recipe", window_forward)
+    monkeypatch.setattr(launch, "BackwardPlan", WindowBackward)
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def small(name: str, M: int, N: int, H: int = 2, **more: object) -> Case:
+    shape: dict[str, object] = {"batch": (5,), "M": M, "N": N, "Hq": H, "Hkv": H, "D": 16, "Dv": 16}
+    return Case(name=name, why="", tags=frozenset(), **(shape | more))  # type: ignore[arg-type]
+
+
+SHARED = Bias(shape="1HMN")
+CASES = [
+    small("swin", 20, 20, biases=(SHARED,)),
+    small("a whole tile", 16, 16, biases=(SHARED,)),
+    small("no term", 20, 33),
+    small("one query", 1, 40, biases=(SHARED,), return_lse=True),
+    small("one key", 17, 1, biases=(SHARED,)),
+    small("two query tiles", 70, 20, H=1, batch=(2,), biases=(SHARED,)),
+    small("keys of two tiles", 16, 70, H=1, batch=(2,), biases=(SHARED,)),
+    small("as long as a window may be", 128, 128, H=1, batch=(2,), biases=(SHARED,)),
+    small("bias shared by heads too", 20, 20, biases=(Bias(shape="11MN"),)),
+    small("bias of two axes", 20, 20, biases=(Bias(shape="MN"),)),
+    small("bias of a head, one head", 20, 20, H=1, biases=(Bias(shape="BHMN"),)),
+    small("bias of every window", 20, 20, biases=(Bias(shape="BHMN"),), return_lse=True),
+    small("float32 bias of every window", 20, 20, biases=(Bias(shape="BHMN", dtype="fp32"),)),
+    small("bfloat16 bias", 20, 20, biases=(Bias(shape="1HMN", dtype="bf16"),)),
+    small("windows of two images", 20, 20, batch=(2, 3), biases=(Bias(shape="11HMN"),), masks=(Mask(shape="1B1MN"),)),
+    small("bias of each window of an image", 20, 20, batch=(4, 3), biases=(Bias(shape="1BHMN"),)),
+    small("the same for all heads", 20, 20, batch=(4, 3), biases=(Bias(shape="1B1MN"),)),
+    small("keys of nobody", 20, 33, biases=(SHARED,), masks=(Mask(shape="B11N", fill="key padding"),), poison=True),
+    small("one mask of keys for all", 20, 33, masks=(Mask(shape="111N", fill="key padding"),), poison=True),
+    small("rows that see nothing", 20, 33, biases=(SHARED,), masks=(Mask(shape="1HMN", fill="some rows empty"),)),
+    small("nothing is seen at all", 20, 20, masks=(Mask(shape="1111", fill="none"),), return_lse=True),
+    small("bias of -inf", 20, 20, biases=(Bias(shape="1HMN", values="some -inf"),), return_lse=True),
+    small("lowest bias", 20, 20, biases=(Bias(shape="1HMN", values="lowest"),)),
+    small("large bias", 20, 20, biases=(Bias(shape="1HMN", values="large"),)),
+    small("causal", 20, 33, biases=(SHARED,), causal=True, return_lse=True),
+    small("causal, top-left, few keys", 33, 20, biases=(SHARED,), causal="top-left"),
+    small("causal, bottom-right, few keys", 33, 20, causal=True, return_lse=True),
+    small(
+        "several terms",
+        20,
+        20,
+        biases=(SHARED, Bias(shape="B1M1", trained=False), Bias(shape="111N", trained=False)),
+        masks=(Mask(shape="BHMN"), Mask(shape="MN", fill="window")),
+    ),
+    small("only the bias is trained", 20, 20, biases=(SHARED,), trained=""),
+    small("only keys", 20, 20, biases=(Bias(shape="1HMN", trained=False),), trained="k"),
+    small("only values", 20, 20, trained="v"),
+    small("widths apart", 20, 20, D=24, Dv=40, biases=(SHARED,)),
+    small("odd widths", 20, 20, D=5, Dv=33, biases=(SHARED,)),
+    small("packed", 20, 20, layout="qkv", biases=(SHARED,)),
+    small("negative scale", 20, 20, scale=-0.3),
+    small("expanded dout", 20, 20, biases=(SHARED,), dout="expanded"),
+    *(
+        small(f"strides {s}", 20, 24, biases=(Bias(shape="1HMN", strides=s),), strides=s)
+        for s in ("transposed", "sliced", "unaligned", "heads-first")
+    ),
+]
+
+
+#: float32 windows of more than 64 tokens, and wider than 32, go to the general kernels
+SHORT = [c for c in CASES if max(c.M, c.N) <= 64 and max(c.D, c.Dv) <= 32]
+
+
+@pytest.mark.usefixtures("_windows_only")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_float16(case: Case) -> None:
+    result = conformance.run_case("triton", case, "cpu", "fp16")
+    assert result.status == "passed", result.message
+
+
+@pytest.mark.usefixtures("_windows_only")
+@pytest.mark.parametrize("case", SHORT, ids=lambda c: c.name)
+def test_float32(case: Case) -> None:
+    result = conformance.run_case("triton", case, "cpu", "fp32")
+    assert result.status == "passed", result.message
+
+
+@pytest.mark.usefixtures("_windows_only")
+@pytest.mark.parametrize("hold", [(), ("dense",), ("dense", "keep")], ids=lambda h: "+".join(h) or "nothing")
+@pytest.mark.parametrize("name", ["swin", "windows of two images", "rows that see nothing", "several terms", "causal"])
+def test_what_is_held_does_not_change_results(
+    monkeypatch: pytest.MonkeyPatch, name: str, hold: tuple[str, ...]
+) -> None:
+    rules = tuple(dataclasses.replace(rule, hold=hold) for rule in window_plan.RULES)
+    monkeypatch.setattr(window_plan, "RULES", rules)
+    (case,) = (c for c in CASES if c.name == name)
+    result = conformance.run_case("triton", case, "cpu", "fp16")
+    assert result.status == "passed", result.message
+
+
+@pytest.mark.usefixtures("_windows_only")
+@pytest.mark.parametrize("name", ["windows of two images", "keys of nobody", "bias of every window"])
+def test_64_bit_offsets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The instructions of tensors beyond 2^31 elements, on small ones."""
+    monkeypatch.setattr(Operands, "_extent", lambda self, name, first_axis: 2**31)
+    (case,) = (c for c in CASES if c.name == name)
+    result = conformance.run_case("triton", case, "cpu", "fp16")
+    assert result.status == "passed", result.message
+
+
+# -------------------------------------------------------------------------------------------------------- pure choices
+
+
+def operands(case: Case, dtype: torch.dtype = torch.bfloat16, device: Device = FEW) -> Operands:
+    """Operands of a case, backward, all tensors contiguous, every bias trained."""
+    meta = torch.device("meta")
+    q = torch.empty(*case.batch, case.M, case.Hq, case.D, dtype=dtype, device=meta)
+    k = torch.empty(*case.batch, case.N, case.Hkv, case.D, dtype=dtype, device=meta)
+    v = torch.empty(*case.batch, case.N, case.Hkv, case.Dv, dtype=dtype, device=meta)
+    terms = [torch.empty(case.term_shape(b.shape), dtype=dtype, device=meta) for b in case.biases]
+    terms += [torch.empty(case.term_shape(m.shape), dtype=torch.bool, device=meta) for m in case.masks]
+    terms = [t[(None,) * (q.dim() - t.dim())] for t in terms]
+    kinds = ["dense"] * len(case.biases) + ["keep"] * len(case.masks)
+    facts = problem.build(q, k, v, terms, kinds, problem.check_causal(case.causal), case.scale)
+    out = q.new_empty(*case.batch, case.M, case.Hq, case.Dv)
+    rows = {"q": q, "k": k, "v": v, "out": out, "dout": out, "dq": q, "dk": k, "dv": v}
+    grads = {f"grad{i}": Layout(t.stride(), True) for i, t in enumerate(terms[: len(case.biases)])}
+    layouts = {name: Layout(t.stride(), True) for name, t in rows.items()}
+    return Operands(facts, device, layouts, [Layout(t.stride(), True) for t in terms], grads)
+
+
+def backward(ops: Operands, grads: Sequence[int] = (0,)) -> Recipe | None:
+    return window_plan.backward_recipe(ops, False, ("dq", "dk", "dv"), grads)
+
+
+H200 = Device(shared_memory=232448, multiprocessors=132)
+
+
+def test_swin_takes_as_many_programs_as_fit_and_sums_them_in_order() -> None:
+    swin = small("", 64, 64, H=6, batch=(8192,), D=32, Dv=32, biases=(SHARED,))
+    ops = operands(swin, device=H200)
+    forward, recipe = window_plan.forward_launch(ops), backward(ops)
+    assert forward is not None
+    assert recipe is not None
+    assert forward.grid <= 132 * 4
+    main, add = recipe.launches
+    assert main.grid <= 132 * 2
+    assert main.grid % 6 == 0
+    assert (add.arguments["count"], add.arguments["chunks"]) == (6 * 64 * 64, main.grid // 6)
+    assert recipe.scratch == (("partial0", main.grid * 64 * 64),)
+    assert recipe.chunked == (0,)
+
+
+def test_a_masks_period_is_met_where_that_is_cheap() -> None:
+    shifted = small("", 64, 64, H=6, batch=(128, 64), D=32, Dv=32, biases=(SHARED,), masks=(Mask(shape="1B1MN"),))
+    ops = operands(shifted, device=H200)
+    (rule,) = (r for r in window_plan.RULES if r.kernel == "forward" and r.width == 32 and r.keys == 64)
+    holds = dataclasses.replace(rule, hold=("dense", "keep"))
+    step = window_plan.choose_step(ops, holds, columns=6)
+    assert step % 64 == 0
+    assert window_plan.choose_step(ops, rule, columns=6) % 64 != 0  # nothing asks for it
+
+
+@pytest.mark.parametrize("columns", [1, 3, 6, 40])
+@pytest.mark.parametrize("batch", [1, 2, 7, 100, 8192])
+@pytest.mark.parametrize("every", [1, 2, 16])
+def test_every_window_has_one_program_and_every_program_a_window(batch: int, columns: int, every: int) -> None:
+    if batch < every:
+        return
+    step = window_plan.best_step(batch, columns, slots=132, every=every)
+    assert step % every == 0
+    assert 1 <= step <= batch
+    plain = window_plan.cost(every, batch, columns, 132)
+    assert window_plan.cost(step, batch, columns, 132) <= plain
+
+
+REFUSED = [
+    small("longer than a window", 129, 20),
+    small("grouped heads", 20, 20, Hq=4, Hkv=2),
+    small("one row of bias for all queries", 20, 20, biases=(Bias(shape="1H1N"),)),
+    small("one column of bias for all keys", 20, 20, biases=(Bias(shape="1HM1"),)),
+    small("shared inside, not outside", 20, 20, batch=(4, 3), biases=(Bias(shape="B1HMN"),)),
+    small("of every window, shared by heads", 20, 20, biases=(Bias(shape="B1MN"),)),
+    small("wide", 20, 20, D=128, biases=(SHARED,)),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda c: c.name)
+def test_what_is_left_to_the_general_kernels(case: Case) -> None:
+    assert backward(operands(case), range(len(case.biases))) is None
+
+
+def test_two_trained_biases_are_left_to_the_general_kernels() -> None:
+    case = small("", 20, 20, biases=(SHARED, SHARED))
+    assert backward(operands(case), (0, 1)) is None
+    assert backward(operands(case), (1,)) is not None
+
+
+def test_partial_sums_stay_within_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = operands(small("", 64, 64, H=6, batch=(8192,), biases=(SHARED,)), device=H200)
+    found = backward(ops)
+    assert found is not None
+    ((_, count),) = found.scratch
+    assert 4 * count <= window_plan.SCRATCH_BYTES
+    monkeypatch.setattr(window_plan, "SCRATCH_BYTES", 4 * count - 1)
+    assert backward(ops) is None
