@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,8 @@ def test_the_shipped_table_is_that_of_the_gpu_by_name(tmp_path: Path, monkeypatc
         assert (tables.active() is not None) == found, name
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert tables.active() is None
+    for name, rows in (("GPU one", 128), ("GPU two", 64), ("", 64), (None, 64)):
+        assert config.choose_tile(dataclasses.replace(FACTS, gpu=name))[0].block_n == rows, name
     tables.shipped.cache_clear()
 
 
@@ -359,11 +362,11 @@ def test_a_table_has_winners_notes_of_the_rest_and_what_was_not_timed(jobs: list
 
 
 class FakeCompiler:
-    """Refuses tiles of 128 rows; after ``patience`` waits no time is left."""
+    """Refuses tiles of so many rows; after ``patience`` waits no time is left."""
 
-    def __init__(self, patience: int = 10**6) -> None:
+    def __init__(self, patience: int = 10**6, refuses: int = 128) -> None:
         self.asked: list[tuple[str, Any]] = []
-        self.patience = patience
+        self.patience, self.refuses = patience, refuses
 
     def submit(self, problem: Problem, title: str, tiles: Any = None) -> list[Any]:
         self.asked.append((title, tiles))
@@ -373,7 +376,7 @@ class FakeCompiler:
         self.patience -= 1
         if self.patience < 0:
             return compiling.NO_TIME
-        return "CompilationError: too large" if keys[0] is not None and keys[0].tile.block_m == 128 else ""
+        return "CompilationError: too large" if keys[0] is not None and keys[0].tile.block_m == self.refuses else ""
 
 
 class FakeTrials:
@@ -495,6 +498,53 @@ def test_without_a_gpu_it_refuses_in_one_message(monkeypatch: pytest.MonkeyPatch
     assert found.exit_code == 2
     assert "tune times kernels on a GPU, and torch sees none here" in found.output
     assert "Traceback" not in found.output
+
+
+def test_the_command_writes_a_table_and_keeps_what_it_did_not_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it but the GPU: forward tiles of 64 x 64 take half as long as any other, dq's are all alike."""
+
+    class Even:
+        def __init__(self, job: Job) -> None:
+            self.gains = job.kernel == "forward"
+
+        def try_tile(self, tile: TileConfig) -> Timed:
+            return Timed(tile=tile, ms=self.again(tile))
+
+        def again(self, tile: TileConfig) -> float:
+            return 0.5 if self.gains and (tile.block_m, tile.block_n) == (64, 64) else 1.0
+
+    @contextmanager
+    def no_pool(target: compiling.Target, processes: int | None) -> Iterator[FakeCompiler]:
+        yield FakeCompiler(refuses=0)
+
+    monkeypatch.setattr(tune, "refuse_without_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(compiling, "here", lambda device: TARGET)
+    monkeypatch.setattr(compiling, "pool", no_pool)
+    monkeypatch.setattr(tune, "_Stages", lambda device, target: Even)
+    path = tmp_path / "new" / "table.json"
+
+    def run(*arguments: str) -> str:
+        found = CliRunner().invoke(app, ["tune", "--table", str(path), *arguments], env={"COLUMNS": "200"})
+        assert found.exit_code == 0, found.output
+        return found.output
+
+    output = run("--cases", "plain-d128-4k", "--kernels", "forward,dq")
+    assert "(the rule's)" in output
+    assert "+100%" in output
+    table = tables.read(path)
+    assert (table.gpu, table.capability) == ("Some GPU", 90)
+    (row,) = table.rows.values()
+    assert (row.key.kernel, row.block_m, row.block_n) == ("forward", 64, 64)
+    assert row.measured == {"plain-d128-4k": (0.5, 1.0)}
+    assert [(key.kernel, ms) for key, ms in table.kept.items()] == [("dq", {"plain-d128-4k": 1.0})]
+    assert table.facts["torch"] == torch.__version__
+    run("--cases", "plain-d64-4k", "--kernels", "dq")
+    again = tables.read(path)
+    assert again.rows == table.rows, "the first run's row is kept"
+    assert len(again.kept) == 2
 
 
 def test_help_is_enough_to_use_it() -> None:

@@ -26,6 +26,7 @@ class Facts:
     bias_itemsize: int  # bytes of an element of the widest bias or mask plane, 0 without one
     shared_memory: int  # bytes a program may take
     capability: int = 90  # major * 10 + minor
+    gpu: str | None = None  # whose table is looked into; None: the current GPU's, empty: no table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,7 @@ def choose_tile(facts: Facts) -> tuple[TileConfig, str]:
     Raises:
         LookupError: no rule fits; names the nearest one.
     """
-    table = tables.active()
+    table = tables.active(facts.gpu)
     row = table.find(facts) if table else None
     if table and row:
         tile = TileConfig(**row.tile)

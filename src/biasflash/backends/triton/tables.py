@@ -233,10 +233,10 @@ def _named(path: str) -> Table:
     return read(path)
 
 
-def active() -> Choices | None:
-    """What tiles come from: ``using``, ``use``, ``BIASFLASH_TILES``, or the shipped table of the current GPU.
+def active(gpu: str | None = None) -> Choices | None:
+    """What tiles come from: ``using``, ``use``, ``BIASFLASH_TILES``, or the shipped table of ``gpu``; None: the rules.
 
-    None: from the rules alone.
+    ``gpu`` is a name as torch gives it; None takes the current GPU's.
 
     Raises:
         ValueError: ``BIASFLASH_TILES`` names a file that holds no table.
@@ -247,6 +247,6 @@ def active() -> Choices | None:
     if named:
         return None if named == "off" else _named(named)
     # a plan without a GPU at hand must not start CUDA by asking for its name
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    return shipped(torch.cuda.get_device_name())
+    if gpu is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gpu = torch.cuda.get_device_name()
+    return shipped(gpu) if gpu else None
