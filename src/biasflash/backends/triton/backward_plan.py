@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from biasflash.backends.triton import backward, backward_bias, geometry
+from biasflash.backends.triton import backward, backward_bias, geometry, window_plan
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe, Sum
 from biasflash.problem import Problem
@@ -37,7 +37,7 @@ class BackwardPlan:
         grads: Mapping[int, Layout],
         has_dlse: bool,
     ) -> None:
-        self.problem, self.has_dlse = problem, has_dlse
+        self.problem, self.has_dlse, self.grads = problem, has_dlse, tuple(grads)
         self.want = {name: name in rows for name in ("dq", "dk", "dv")}
         self.by_structure: dict[str, list[int]] = {"stored": [], "owned": [], "rows": [], "columns": []}
         for i in grads:
@@ -74,6 +74,10 @@ class BackwardPlan:
 
     def recipe(self) -> Recipe:
         p = self.problem
+        wanted = [name for name, want in self.want.items() if want]
+        windows = window_plan.backward_recipe(self.ops, self.has_dlse, wanted, self.grads)
+        if windows is not None:
+            return windows
         launches = tuple(self._launches())
         sums = []
         for name, length, shape in (("rows", p.M, (p.M, 1)), ("columns", p.N, (1, p.N))):
