@@ -156,10 +156,16 @@ def is_sane(facts: Facts, tile: TileConfig) -> bool:
         and tile.block_n in SIDES
         and tile.warps in WARPS
         and 1 <= tile.stages <= 4
-        and (tile.registers is None or (facts.itemsize == 2 and 2 * 32 * tile.warps * tile.registers <= REGISTERS))
+        and (tile.registers is None or _cap_is_sane(facts, tile, tile.registers))
         and shared_bytes(facts, tile) <= facts.shared_memory
         and accumulators(facts, tile) <= MAX_ACCUMULATORS
     )
+
+
+def _cap_is_sane(facts: Facts, tile: TileConfig, registers: int) -> bool:
+    """Whether a register cap lets two programs in, and leaves a quarter of it to what is no accumulator."""
+    lets_two_in = 2 * 32 * tile.warps * registers <= REGISTERS
+    return facts.itemsize == 2 and lets_two_in and 4 * accumulators(facts, tile) <= 3 * registers
 
 
 def _steps(tile: TileConfig) -> Iterator[TileConfig]:
