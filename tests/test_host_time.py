@@ -210,10 +210,10 @@ def test_a_wrong_call_is_refused_after_a_right_one_that_looks_equal() -> None:
         biasflash.attention(q, k, v, bias, causal=True, scale=1.0, backend="nearest")
     with pytest.raises(TypeError, match=r"bias\[1\] must be a torch.Tensor"):
         biasflash.attention(q, k, v, [bias, 1.0])  # type: ignore[list-item]
+    biasflash.attention(q, k, v, bias)
     with pytest.raises(TypeError, match="mask has dtype float32"):
         biasflash.attention(q, k, v, mask=bias)
-    with pytest.raises(TypeError, match="bias is boolean"):
-        biasflash.attention(q, k, v, bias > 0)
+    biasflash.attention(q, k, v, mask=bias > 0)
     biasflash.flash_attention_fn(q, k, v, bias > 0)
     with pytest.raises(TypeError, match="bias is boolean"):
         biasflash.attention(q, k, v, bias > 0)
