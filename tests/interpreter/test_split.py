@@ -54,7 +54,7 @@ def run(call: Call) -> tuple[Found, Recipe]:
     rows["out"] = rows["q"].new_full((*p.batch, p.M, p.Hq, p.Dv), math.nan)
     lse = torch.full((*p.batch, p.Hq, p.M), math.nan)
     layouts = {name: layout(t) for name, t in rows.items()}
-    recipe = forward_recipe(p, H200, layouts, [layout(t) for t in terms], scratch=True)
+    recipe = forward_recipe(p, H200, layouts, [layout(t) for t in terms])
     low = lse.clone()
     tensors = {**rows, "lse": lse, "low": low}
     tensors |= {f"bias{i}": t.view(torch.uint8) if t.dtype == torch.bool else t for i, t in enumerate(terms)}
@@ -256,7 +256,7 @@ def test_the_plan_says_so() -> None:
     p = asked(1, 65536, H=32, Hkv=8)
     shapes = {"q": (1, 1, 32, 64), "k": (1, 65536, 8, 64), "v": (1, 65536, 8, 64), "out": (1, 1, 32, 64)}
     rows = {name: layout(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
-    parts, merge = map(str, forward_recipe(p, H200, rows, (), scratch=True).launches)
+    parts, merge = map(str, forward_recipe(p, H200, rows, ()).launches)
     assert parts.startswith("forward: 1024 programs of 16 x 64")
     assert parts.endswith("8 query tiles would not fill 132 multiprocessors: pieces of 512 keys)")
     assert merge.startswith("merge: 32 programs of 1 x 64")

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from biasflash.backends.triton.tiles import chosen, list_part, list_row
 from biasflash.tile.bias import load_terms, seen_keys, term_bases
 from biasflash.tile.memory import (
     head_offset,
@@ -37,19 +38,21 @@ def piece_span(piece, piece_tiles, full_end, end, BLOCK_N: tl.constexpr):
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, out_strides, term_strides,
-    M, N, heads, group, batch, shift, scale, piece_tiles,
-    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr,
-    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
-    PAIR: tl.constexpr, LOW_RANGE: tl.constexpr, KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, ORDER: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    M, N, heads, group, batch, shift, scale, piece_tiles, lists_ptr, plane_strides,
+    TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
+    V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr,
+    KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + biases, hidden pairs at -inf) v.
 
     Grid: one program per query tile, batch item and head. SPLIT: as many again for every piece of ``piece_tiles``
     key tiles, pieces slowest; ``out_ptr``, ``lse_ptr`` and ``low_ptr`` are then the scratch that
-    ``merge_kernel`` adds up: sums, maxima and denominators, each ``[pieces, rows]``.
+    ``merge_kernel`` adds up: sums, maxima and denominators, each ``[pieces, rows]``. LISTS: key tiles come from the
+    lists of ``list_kernel``, those of the first loop without the masks that are in the lists (``UNLISTED`` marks the
+    other terms, ``FULL_TERMS`` holds them).
     """
     if EVEN_N:
         N = N // 8 * 8  # equal, and tells the compiler that keys come in eights
@@ -88,7 +91,19 @@ def forward_kernel(
     for phase in tl.static_range(2):  # tiles fully inside, then those that cross the diagonal or the end
         lo = full_end if phase else first
         hi = end if phase else full_end
-        for k_start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
+        if LISTS:
+            k_tiles = tl.cdiv(N, BLOCK_N)
+            listed = list_row(lists_ptr, plane_strides, b, h, tile, tiles, k_tiles, sizes)
+            entries, hi = list_part(listed, k_tiles, phase == 0)
+            lo = 0
+            entry = tl.load(entries)  # a step ahead, or keys would be fetched ahead by one step less
+        met_bases = bases if phase else chosen(bases, UNLISTED)
+        met_strides = term_strides if phase else chosen(term_strides, UNLISTED)
+        for step in tl.range(lo, hi, 1 if LISTS else BLOCK_N, num_stages=STAGES):
+            k_start = step
+            if LISTS:
+                k_start = entry * BLOCK_N
+                entry = tl.load(entries + step + 1)
             k_start = tl.multiple_of(k_start, BLOCK_N)
             k_at = k_start
             if phase:
@@ -96,14 +111,14 @@ def forward_kernel(
             k_in = owned(k_at, k_start, k_local, N, SHORT_N)
             k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
             terms = load_terms(
-                bases,
-                term_strides,
+                met_bases,
+                met_strides,
                 q_at,
                 k_at,
                 q_rows[:, None],
                 k_local[None, :],
                 k_in[None, :],
-                TERMS,
+                TERMS if phase else FULL_TERMS,
                 WIDE,
                 SHORT_N,
             )
@@ -115,7 +130,7 @@ def forward_kernel(
                 k_in[None, :],
                 scale,
                 shift,
-                TERMS,
+                TERMS if phase else FULL_TERMS,
                 SCALED,
                 IS_CAUSAL,
                 phase == 1,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import triton
 
-from biasflash.backends.triton import forward, merge
+from biasflash.backends.triton import forward, merge, tile_plan
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -93,22 +93,20 @@ def packed(
     return problem, {**rows, **changed}, [layout for _, layout in parts]
 
 
-def forward_recipe(
-    problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout], *, scratch: bool = False
-) -> Recipe:
-    """One kernel, or two where keys are split. ``rows`` holds q, k, v and out.
-
-    ``scratch``: whoever runs the recipe gives it ``Recipe.scratch``; without, one kernel does it all.
-    """
+def forward_recipe(problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]) -> Recipe:
+    """One kernel, or two where keys are split, or three where masks are listed. ``rows`` holds q, k, v and out."""
     if problem.is_empty:
-        return _whole(Operands(problem, device, rows, terms))
+        return _whole(Operands(problem, device, rows, terms), None)
     problem, rows, terms = packed(problem, rows, terms) or (problem, rows, terms)
     ops = Operands(problem, device, rows, terms)
-    split = choose_split(problem, ops.tile("forward")[0], device.multiprocessors, RULE) if scratch else None
-    return _whole(ops) if split is None else _pieces(ops, split)
+    tile, _ = ops.tile("forward")
+    split = choose_split(problem, tile, device.multiprocessors, RULE)
+    if split is not None:
+        return _pieces(ops, split)
+    return _whole(ops, tile_plan.choose_lists(ops, {"forward": tile}, {}, tile_plan.RULE))
 
 
-def _whole(ops: Operands) -> Recipe:
+def _whole(ops: Operands, lists: tile_plan.TileLists | None) -> Recipe:
     heads = ops.problem.batch_size * ops.problem.Hq
     launch = ops.launch(
         forward.forward_kernel,
@@ -119,8 +117,12 @@ def _whole(ops: Operands) -> Recipe:
         low_ptr=Slot("low"),
         piece_tiles=0,
         SPLIT=False,
+        **(lists.arguments("forward") if lists else tile_plan.trivial_arguments(ops)),
     )
-    return Recipe(launches=(launch,))
+    if lists is None:
+        return Recipe(launches=(launch,))
+    launch.why = f"{launch.why}; {lists.why()}"
+    return Recipe(launches=(*lists.launches(), launch), scratch=tuple(lists.scratch().items()))
 
 
 def _pieces(ops: Operands, split: Split) -> Recipe:
@@ -137,6 +139,7 @@ def _pieces(ops: Operands, split: Split) -> Recipe:
         low_ptr=Slot("piece_denominators"),
         piece_tiles=split.tiles,
         SPLIT=True,
+        **tile_plan.trivial_arguments(ops),
     )
     parts.why = f"{parts.why}; {split.why}"
     return Recipe(
