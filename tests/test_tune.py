@@ -290,7 +290,7 @@ def test_a_forced_tile_is_planned_and_launches_that_depend_on_it_follow(jobs: li
 
 
 def test_short_axes_leave_one_of_the_tiles_that_become_the_same() -> None:
-    short = dataclasses.replace(candidates.CASES["tune-shared-d128"], M=30, N=30)
+    short = dataclasses.replace(candidates.CASES["tune-shared-d128"], M=30, N=300)
     (job,) = trials.jobs_of(short, ("dq",), GPU, TARGET)
     shown = [
         str(trials.launch_of(compiling.recipes_of(job.problem, TARGET, job.forced(t))["backward"], "dq").tile)
