@@ -20,6 +20,7 @@ from biasflash.testing.offline import compile_launch, meta_tensors
 H200 = Device(shared_memory=232448, multiprocessors=132)
 
 LISTING = """
+        /*00f0*/                   S2UR UR5, SR_CgaCtaId ;                             /* 0x0 */
         /*0100*/                   UMOV UR6, 0x400 ;                                   /* 0x0 */
         /*0110*/                   ULEA UR6, UR5, UR6, 0x18 ;                          /* 0x0 */
         /*0120*/                   UIADD3 UR14, UR6, 0x3000, URZ ;                     /* 0x0 */
@@ -71,7 +72,7 @@ def test_float32_products_read_their_own_memory(strided: str) -> None:
         trainable=(True, True, True),
     )
     flat = Layout(tuple(geometry.plain_strides((B, M, H, D))), True)
-    rows = {name: flat for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
+    rows = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), flat)
     rows |= {name: Layout((D * M * H, 1, M * D, M), True) for name in strided}
     bias = Layout(tuple(geometry.plain_strides((1, H, M, M))), True)
     forward = forward_recipe(problem, H200, {name: rows[name] for name in ("q", "k", "v", "out")}, [bias])
