@@ -16,11 +16,17 @@ def merge_step(piece_m, piece_l, m, l, unit):
 
 
 @triton.jit
-def store_piece(
-    acc_ptr, m_ptr, l_ptr, at, own, acc, m, l, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr
-):  # fmt: skip
-    """Running state of one piece of the keys, float32: ``acc`` into rows ``at`` of width WIDTH, ``m`` and ``l``."""
-    columns = tl.arange(0, BLOCK_W)
-    tl.store(acc_ptr + (at[:, None] * WIDTH + columns[None, :]), acc, mask=own[:, None] & (columns < WIDTH)[None, :])
+def store_columns(ptr, at, own, tile, WIDTH: tl.constexpr, AT: tl.constexpr, BLOCK_W: tl.constexpr):
+    """``tile [rows, BLOCK_W]`` into the columns from AT on of rows ``at``, which are WIDTH wide."""
+    columns = AT + tl.arange(0, BLOCK_W)
+    tl.store(ptr + (at[:, None] * WIDTH + columns[None, :]), tile, mask=own[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def store_piece(acc_ptr, m_ptr, l_ptr, at, own, acc, m, l, WIDTH: tl.constexpr, STRIPS: tl.constexpr):
+    """Running state of one piece of the keys, float32: ``acc``, in strips, into rows ``at`` of width WIDTH, ``m`` and
+    ``l``."""
+    for i in tl.static_range(len(STRIPS)):
+        store_columns(acc_ptr, at, own, acc[i], WIDTH, STRIPS[0] if i else 0, STRIPS[i])
     tl.store(m_ptr + at, m, mask=own)
     tl.store(l_ptr + at, l, mask=own)

@@ -11,13 +11,10 @@ from biasflash.tile.bias import load_term, load_terms, seen_keys, store_term_gra
 from biasflash.tile.memory import (
     head_offset,
     inside,
-    load_rows,
-    load_seen_rows,
     local,
     owned,
     shifted,
     shifted_keys,
-    store_rows,
     wide,
 )
 from biasflash.tile.score import score_grad_tile, score_tile
@@ -33,6 +30,16 @@ from biasflash.tile.softmax import (
     store_row_statistics,
 )
 from biasflash.tile.span import key_span, place, query_span
+from biasflash.tile.strips import (
+    add_dots,
+    dot_strips,
+    load_seen_strips,
+    load_strips,
+    row_products,
+    scale_strips,
+    store_strips,
+    zero_strips,
+)
 
 
 @triton.jit(do_not_specialize=["M", "heads", "batch"])
@@ -40,7 +47,7 @@ def delta_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr,
     sizes, out_strides, dout_strides,
     M, heads, batch,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, OUT_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, HAS_DLSE: tl.constexpr,
+    DV: tl.constexpr, DV_STRIPS: tl.constexpr, OUT_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, HAS_DLSE: tl.constexpr,
     WIDE: tl.constexpr, SHORT_M: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -58,9 +65,9 @@ def delta_kernel(
     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
     out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
     dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC)
-    out = load_rows(out_base, q_at, q_rows, out_strides, DV, BLOCK_DV, OUT_VEC, WIDE)
-    dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    out = load_strips(out_base, q_at, q_rows, out_strides, DV, DV_STRIPS, OUT_VEC, WIDE)
+    dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)
+    delta = row_products(out, dout)
     head = wide(b) * heads + h
     at = head * M + q_at + q_rows
     if HAS_DLSE:
@@ -94,7 +101,7 @@ def dkdv_kernel(
     column_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, ds_strides, term_strides,
     M, N, heads, kv_heads, group, batch, shift, rare_tiles, scale,
-    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr,
     DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
@@ -123,10 +130,10 @@ def dkdv_kernel(
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
-    k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
-    v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
-    acc_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    acc_dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
+    v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
+    acc_dk = zero_strips(BLOCK_N, D_STRIPS)
+    acc_dv = zero_strips(BLOCK_N, DV_STRIPS)
     start, full_start = query_span(k_at, M, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
 
     for member in range(0, group if IS_GROUPED else 1):
@@ -157,7 +164,7 @@ def dkdv_kernel(
                 for q_start in tl.range(lo, hi, BLOCK_M, num_stages=1 if phase == 2 else STAGES):
                     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
                     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
-                    q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
+                    q = load_strips(q_base, q_at, q_rows, q_strides, D, D_STRIPS, Q_VEC, WIDE)  # [M, D]
                     terms = load_terms(
                         bases,
                         term_strides,
@@ -180,9 +187,9 @@ def dkdv_kernel(
                         reference = extreme_reference(tl.load(lse_row + q_at + q_rows))
                         q_own = q_own & (reference != float("inf"))
                         reference = tl.where(q_own, reference, float("inf"))
-                    dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
+                    dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
                     y = score_tile(
-                        tl.dot(k, tl.trans(q), input_precision=PRECISION),  # [N, M]
+                        dot_strips(k, q, PRECISION),  # [N, M]
                         terms,
                         (q_at + q_local)[None, :],
                         (k_at + k_local)[:, None],
@@ -196,12 +203,12 @@ def dkdv_kernel(
                     )
                     p = probability(y, reference[None, :], low[None, :], unit, PAIR or phase == 2)
                     if WANT_DV:
-                        acc_dv = tl.dot(p.to(dout.dtype), dout, acc_dv, input_precision=PRECISION)  # [N, Dv]
+                        acc_dv = add_dots(acc_dv, p.to(dout[0].dtype), dout, PRECISION)  # [N, Dv]
                     if WANT_DK or STORE_DS or SUM_COLUMNS:
-                        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [N, M]
+                        dp = dot_strips(v, dout, PRECISION)  # [N, M]
                         ds = score_grad_tile(p, dp, delta[None, :], HAS_KEEP)
                         if WANT_DK:
-                            acc_dk = tl.dot(ds.to(q.dtype), q, acc_dk, input_precision=PRECISION)  # [N, D]
+                            acc_dk = add_dots(acc_dk, ds.to(q[0].dtype), q, PRECISION)  # [N, D]
                         if SUM_COLUMNS:
                             acc_column += tl.sum(ds, 1)
                         if STORE_DS:
@@ -222,10 +229,10 @@ def dkdv_kernel(
 
     if WANT_DK:
         dk_base = dk_ptr + head_offset(b, kv_head, dk_strides, sizes, DK_VEC)
-        store_rows(dk_base, k_at, k_local, dk_strides, k_own, acc_dk * scale, D, BLOCK_D, DK_VEC, WIDE)
+        store_strips(dk_base, k_at, k_local, dk_strides, k_own, scale_strips(acc_dk, scale), D, D_STRIPS, DK_VEC, WIDE)
     if WANT_DV:
         dv_base = dv_ptr + head_offset(b, kv_head, dv_strides, sizes, DV_VEC)
-        store_rows(dv_base, k_at, k_local, dv_strides, k_own, acc_dv, DV, BLOCK_DV, DV_VEC, WIDE)
+        store_strips(dv_base, k_at, k_local, dv_strides, k_own, acc_dv, DV, DV_STRIPS, DV_VEC, WIDE)
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
@@ -234,7 +241,7 @@ def dq_kernel(
     row_sum_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides,
     M, N, heads, group, batch, shift, scale,
-    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr,
     DQ_VEC: tl.constexpr, WANT_DQ: tl.constexpr, HAS_DLSE: tl.constexpr, SUM_ROWS: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
@@ -270,16 +277,16 @@ def dq_kernel(
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
-    q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
-    dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
+    q = load_strips(q_base, q_at, q_rows, q_strides, D, D_STRIPS, Q_VEC, WIDE)  # [M, D]
+    dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
     lse = tl.load(lse_ptr + at)
     reference = row_reference(lse, PAIR, RARE)
     low = reference
     if PAIR:
         low = tl.load(low_ptr + at) * LOG2E
     out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
-    out = load_rows(out_base, q_at, q_rows, out_strides, DV, BLOCK_DV, OUT_VEC, WIDE)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    out = load_strips(out_base, q_at, q_rows, out_strides, DV, DV_STRIPS, OUT_VEC, WIDE)
+    delta = row_products(out, dout)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at)
     delta = tl.where(lse == float("-inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
@@ -291,7 +298,7 @@ def dq_kernel(
     head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
-    acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc_dq = zero_strips(BLOCK_M, D_STRIPS)
     acc_row = tl.zeros([BLOCK_M], tl.float32)
     full_end, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
     for phase in tl.static_range(3 if RARE else 2):  # as in the forward pass, then extreme rows if there are any
@@ -309,9 +316,9 @@ def dq_kernel(
             k_in = owned(k_at, k_start, k_local, N, SHORT_N)
             if HIDES_KEYS:
                 seen = seen_keys(k_in, bases, term_strides, k_at, k_local, TERMS, WIDE, SHORT_N)
-                k = load_seen_rows(k_base, k_at, k_rows, k_strides, seen, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
+                k = load_seen_strips(k_base, k_at, k_rows, k_strides, seen, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
             else:
-                k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
+                k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
             terms = load_terms(
                 bases,
                 term_strides,
@@ -324,9 +331,9 @@ def dq_kernel(
                 WIDE,
                 SHORT_N,
             )
-            v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
+            v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
             y = score_tile(
-                tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
+                dot_strips(q, k, PRECISION),  # [M, N]
                 terms,
                 (q_at + q_local)[:, None],
                 (k_at + k_local)[None, :],
@@ -338,19 +345,19 @@ def dq_kernel(
                 IS_CAUSAL,
                 phase != 0,
             )
-            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
+            dp = dot_strips(dout, v, PRECISION)  # [M, N]
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 2)
             ds = score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
             if SUM_ROWS:
                 acc_row += tl.sum(ds, 1)
             if WANT_DQ:
-                acc_dq = tl.dot(ds.to(k.dtype), k, acc_dq, input_precision=PRECISION)  # [M, D]
+                acc_dq = add_dots(acc_dq, ds.to(k[0].dtype), k, PRECISION)  # [M, D]
 
     if SUM_ROWS:
         tl.store(row_sum_ptr + at, acc_row, mask=q_own)
     if WANT_DQ:
         dq_base = dq_ptr + head_offset(b, h, dq_strides, sizes, DQ_VEC)
-        store_rows(dq_base, q_at, q_local, dq_strides, q_own, acc_dq * scale, D, BLOCK_D, DQ_VEC, WIDE)
+        store_strips(dq_base, q_at, q_local, dq_strides, q_own, scale_strips(acc_dq, scale), D, D_STRIPS, DQ_VEC, WIDE)
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
@@ -358,7 +365,7 @@ def dq_from_ds_kernel(
     ds_ptr, k_ptr, dq_ptr,
     sizes, ds_strides, k_strides, dq_strides,
     M, N, heads, group, batch, shift, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DS_VEC: tl.constexpr, K_VEC: tl.constexpr, DQ_VEC: tl.constexpr,
+    D: tl.constexpr, D_STRIPS: tl.constexpr, DS_VEC: tl.constexpr, K_VEC: tl.constexpr, DQ_VEC: tl.constexpr,
     WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -377,7 +384,7 @@ def dq_from_ds_kernel(
     k_local = local(BLOCK_N, WIDE)
     q_rows = inside(q_local, M, SHORT_M)[:, None]
     k_rows = inside(k_local, N, SHORT_N)
-    acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc_dq = zero_strips(BLOCK_M, D_STRIPS)
     _, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
     whole = tl.minimum(
         N // BLOCK_N * BLOCK_N, end
@@ -396,8 +403,8 @@ def dq_from_ds_kernel(
             )  # [M, N]
             if phase:
                 ds = tl.where(k_in, ds, 0.0)
-            k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
-            acc_dq = tl.dot(ds.to(k.dtype), k, acc_dq, input_precision=PRECISION)  # [M, D]
+            k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
+            acc_dq = add_dots(acc_dq, ds.to(k[0].dtype), k, PRECISION)  # [M, D]
     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
     dq_base = dq_ptr + head_offset(b, h, dq_strides, sizes, DQ_VEC)
-    store_rows(dq_base, q_at, q_local, dq_strides, q_own, acc_dq * scale, D, BLOCK_D, DQ_VEC, WIDE)
+    store_strips(dq_base, q_at, q_local, dq_strides, q_own, scale_strips(acc_dq, scale), D, D_STRIPS, DQ_VEC, WIDE)

@@ -11,7 +11,6 @@ from biasflash.tile.bias import load_term, load_terms, store_term_grad, term_bas
 from biasflash.tile.memory import (
     head_offset,
     inside,
-    load_rows,
     local,
     owned,
     plain,
@@ -23,6 +22,7 @@ from biasflash.tile.memory import (
 )
 from biasflash.tile.score import score_grad_tile, score_tile
 from biasflash.tile.softmax import LOG2E, extreme_reference, probability, statistics_pitch
+from biasflash.tile.strips import dot_strips, load_strips
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def dbias_kernel(
     sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride, term_strides,
     M, N, heads, group, shift, owners, shared, chunk, rare_tiles, scale,
     TERMS: tl.constexpr, OWNS: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
     DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr, HAS_KEEP: tl.constexpr,
@@ -146,8 +146,8 @@ def dbias_kernel(
             k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC, WIDE_HEADS)
             v_base = v_ptr + head_offset(b, h // group, v_strides, sizes, V_VEC, WIDE_HEADS)
             dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC, WIDE_HEADS)
-            q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
-            k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
+            q = load_strips(q_base, q_at, q_rows, q_strides, D, D_STRIPS, Q_VEC, WIDE)  # [M, D]
+            k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
             terms = ()
             for i in tl.static_range(len(TERMS)):
                 if FIXED[i]:
@@ -179,10 +179,10 @@ def dbias_kernel(
             if phase:
                 lse = tl.load(lse_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows)
                 reference = extreme_reference(lse)
-            dout = load_rows(dout_base, q_at, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
-            v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
+            dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
+            v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
             y = score_tile(
-                tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
+                dot_strips(q, k, PRECISION),  # [M, N]
                 terms,
                 (q_at + q_local)[:, None],
                 (k_at + k_local)[None, :],
@@ -194,7 +194,7 @@ def dbias_kernel(
                 IS_CAUSAL,
                 IS_CAUSAL,
             )
-            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
+            dp = dot_strips(dout, v, PRECISION)  # [M, N]
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 1)
             acc_ds += score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
 

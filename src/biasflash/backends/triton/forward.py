@@ -8,19 +8,25 @@ from biasflash.tile.bias import load_terms, seen_keys, term_bases
 from biasflash.tile.memory import (
     head_offset,
     inside,
-    load_rows,
-    load_seen_rows,
     local,
     owned,
     shifted,
     shifted_keys,
-    store_rows,
     wide,
 )
 from biasflash.tile.pieces import store_piece
 from biasflash.tile.score import score_tile
 from biasflash.tile.softmax import LOG2E, finish, running_step
 from biasflash.tile.span import key_span, place
+from biasflash.tile.strips import (
+    add_dots,
+    dot_strips,
+    load_seen_strips,
+    load_strips,
+    scale_strips,
+    store_strips,
+    zero_strips,
+)
 
 
 @triton.jit
@@ -40,7 +46,7 @@ def forward_kernel(
     sizes, q_strides, k_strides, v_strides, out_strides, term_strides,
     M, N, heads, group, batch, shift, scale, piece_tiles, lists_ptr, plane_strides,
     TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
+    DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
     V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
     SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr,
     KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, SPLIT: tl.constexpr,
@@ -79,9 +85,9 @@ def forward_kernel(
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
-    q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
+    q = load_strips(q_base, q_at, q_rows, q_strides, D, D_STRIPS, Q_VEC, WIDE)  # [M, D]
 
-    acc_out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc_out = zero_strips(BLOCK_M, DV_STRIPS)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     first = 0
@@ -109,7 +115,7 @@ def forward_kernel(
             if phase:
                 k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
             k_in = owned(k_at, k_start, k_local, N, SHORT_N)
-            k = load_rows(k_base, k_at, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
+            k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
             terms = load_terms(
                 met_bases,
                 met_strides,
@@ -123,7 +129,7 @@ def forward_kernel(
                 SHORT_N,
             )
             y = score_tile(
-                tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
+                dot_strips(q, k, PRECISION),  # [M, N]
                 terms,
                 (q_at + q_local)[:, None],
                 (k_at + k_local)[None, :],
@@ -138,22 +144,23 @@ def forward_kernel(
             p, alpha, m, l = running_step(y, m, l, unit, 1, PAIR, LOW_RANGE)
             if HIDES_KEYS:
                 seen = seen_keys(k_in, bases, term_strides, k_at, k_local, TERMS, WIDE, SHORT_N)
-                v = load_seen_rows(v_base, k_at, k_rows, v_strides, seen, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
+                v = load_seen_strips(v_base, k_at, k_rows, v_strides, seen, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
             else:
-                v = load_rows(v_base, k_at, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
-            acc_out = tl.dot(p.to(v.dtype), v, acc_out * alpha[:, None], input_precision=PRECISION)  # [M, Dv]
+                v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
+            acc_out = add_dots(scale_strips(acc_out, alpha[:, None]), p.to(v[0].dtype), v, PRECISION)  # [M, Dv]
 
     if SPLIT:
         at = ((piece * batch + b) * heads + h) * M + q_at + q_local  # far below 2^31: scratch is small
         store_piece(
-            out_ptr, lse_ptr, low_ptr, at, owned(q_at, q_start, q_local, M, SHORT_M), acc_out, m, l, DV, BLOCK_DV
+            out_ptr, lse_ptr, low_ptr, at, owned(q_at, q_start, q_local, M, SHORT_M), acc_out, m, l, DV, DV_STRIPS
         )
     else:
         inverse, lse, low = finish(m, l, 1.0 if SCALED else scale)
         q_own = owned(q_at, q_start, q_local, M, SHORT_M)
         at = (wide(b) * heads + h) * M + q_at + q_local
         out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
-        store_rows(out_base, q_at, q_local, out_strides, q_own, acc_out * inverse[:, None], DV, BLOCK_DV, OUT_VEC, WIDE)
+        acc_out = scale_strips(acc_out, inverse[:, None])
+        store_strips(out_base, q_at, q_local, out_strides, q_own, acc_out, DV, DV_STRIPS, OUT_VEC, WIDE)
         tl.store(lse_ptr + at, lse, mask=q_own)
         if KEEP_LOW:
             tl.store(low_ptr + at, low, mask=q_own)

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from biasflash.backends.triton import config, geometry
+from biasflash.backends.triton import config, geometry, widths
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.geometry import View
 from biasflash.problem import Problem
@@ -135,11 +135,6 @@ class Launch:
         return f"{name}: {self.grid} programs" + (f" of {self.tile} ({self.why})" if self.tile else "")
 
 
-def padded(width: int) -> int:
-    """The power of two, at least 16, that a width is computed in."""
-    return max(16, int(triton.next_power_of_2(width)))
-
-
 def float32_products(capability: int) -> str:
     """How float32 operands are multiplied: at float32 accuracy where torch asks for it, else in one TF32 pass.
 
@@ -239,8 +234,8 @@ class Operands:
             ),
             "D": p.D,
             "DV": p.Dv,
-            "BLOCK_D": padded(p.D),
-            "BLOCK_DV": padded(p.Dv),
+            "BLOCK_D": widths.padded(p.D),
+            "BLOCK_DV": widths.padded(p.Dv),
             "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
             "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31 or any(self._extent(n, 0) >= 2**31 for n in read),
             "EVEN_N": p.N % 8 == 0 and any(v.strides[-1] != 0 for v in self.term_views),
@@ -271,12 +266,21 @@ class Operands:
             return "tile,head,batch"
         return "batch,tile,head" if max(planes) > L2_PLANE_BYTES else "tile,batch,head"
 
+    def strips(self, kernel: str) -> dict[str, tuple[int, ...]]:
+        """The strips that a kernel holds both widths in (see ``widths``)."""
+        p = self.problem
+        return {
+            "D_STRIPS": widths.strips(kernel, p.D, p.dtype.itemsize),
+            "DV_STRIPS": widths.strips(kernel, p.Dv, p.dtype.itemsize),
+        }
+
     def tile(self, kernel: str) -> tuple[TileConfig, str]:
         p = self.problem
+        held = [sum(strips) for strips in self.strips(kernel).values()]
         facts = config.Facts(
             kernel=kernel,
-            width=max(padded(p.D), padded(p.Dv)),
-            columns=padded(p.D) + padded(p.Dv),
+            width=max(held),
+            columns=sum(held),
             itemsize=p.dtype.itemsize,
             has_dense=self.has_dense,
             bias_itemsize=min(4, max((t.dtype.itemsize for t in p.terms), default=0)),
@@ -297,7 +301,7 @@ class Operands:
         """
         p = self.problem
         tile, why = self.tile(rule)
-        given: dict[str, Any] = {**self.numbers, **self.constants}
+        given: dict[str, Any] = {**self.numbers, **self.constants, **self.strips(rule)}
         given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": tile.block_n > p.N}
         for name in names:

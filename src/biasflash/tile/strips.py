@@ -1,0 +1,111 @@
+"""Rows in strips: head widths that are not powers of two, as a tuple of tiles whose widths are.
+
+A width of 96 is held in strips of 64 and 32 columns: arithmetic, registers and shared memory are those of 96 columns,
+not of 128. STRIPS are the widths of the strips, one or two of them; only the last may reach past WIDTH, and is zero
+there. With one strip the compiler sees what it would see without this file.
+"""
+
+import triton
+import triton.language as tl
+
+from biasflash.tile.memory import load_rows, load_seen_rows, plain, store_rows, wide_if
+
+
+@triton.jit
+def strip_base(base, strides, AT: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr):
+    """``base`` of one head moved to column AT. Strips begin at multiples of 16 elements: aligned rows stay aligned."""
+    NB: tl.constexpr = len(strides) - 3
+    if AT == 0:
+        return base
+    elif VEC > 0:
+        return base + AT
+    else:
+        return base + wide_if(plain(strides[NB + 2]), WIDE) * AT
+
+
+@triton.jit
+def load_strips(
+    base, start, rows, strides, WIDTH: tl.constexpr, STRIPS: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr
+):
+    """Rows of one head, a tuple of ``[rows, strip]``."""
+    strips = ()
+    for i in tl.static_range(len(STRIPS)):
+        at = strip_base(base, strides, STRIPS[0] if i else 0, VEC, WIDE)
+        strip = load_rows(at, start, rows, strides, WIDTH - STRIPS[0] if i else WIDTH, STRIPS[i], VEC, WIDE)
+        strips = strips + (strip,)  # noqa: RUF005
+    return strips
+
+
+@triton.jit
+def load_seen_strips(
+    base, start, rows, strides, seen, WIDTH: tl.constexpr, STRIPS: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr
+):
+    """``load_strips``, zero where ``seen [rows]`` is False: what is stored there is never read."""
+    strips = ()
+    for i in tl.static_range(len(STRIPS)):
+        at = strip_base(base, strides, STRIPS[0] if i else 0, VEC, WIDE)
+        strip = load_seen_rows(at, start, rows, strides, seen, WIDTH - STRIPS[0] if i else WIDTH, STRIPS[i], VEC, WIDE)
+        strips = strips + (strip,)  # noqa: RUF005
+    return strips
+
+
+@triton.jit
+def store_strips(
+    base, start, rows, strides, row_in, strips, WIDTH: tl.constexpr, STRIPS: tl.constexpr, VEC: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """The counterpart of ``load_strips``, masked; rounds to the tensor's dtype."""
+    for i in tl.static_range(len(STRIPS)):
+        at = strip_base(base, strides, STRIPS[0] if i else 0, VEC, WIDE)
+        store_rows(at, start, rows, strides, row_in, strips[i], WIDTH - STRIPS[0] if i else WIDTH, STRIPS[i], VEC, WIDE)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A function of its own: only an argument turns an entry of a tuple of constants into a constant for a shape."""
+    return tl.zeros([ROWS, WIDTH], tl.float32)
+
+
+@triton.jit
+def zero_strips(ROWS: tl.constexpr, STRIPS: tl.constexpr):
+    """Accumulators, float32."""
+    strips = ()
+    for i in tl.static_range(len(STRIPS)):
+        strips = strips + (zeros(ROWS, STRIPS[i]),)  # noqa: RUF005
+    return strips
+
+
+@triton.jit
+def scale_strips(strips, factor):
+    """Every strip times ``factor``."""
+    scaled = ()
+    for i in tl.static_range(len(strips)):
+        scaled = scaled + (strips[i] * factor,)  # noqa: RUF005
+    return scaled
+
+
+@triton.jit
+def dot_strips(a, b, PRECISION: tl.constexpr):
+    """``a b^T`` over the whole width: ``[rows of a, rows of b]``, float32."""
+    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(a)):
+        product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def add_dots(strips, weights, b, PRECISION: tl.constexpr):
+    """``strips + weights b``, strip by strip; weights in the dtype of ``b``."""
+    added = ()
+    for i in tl.static_range(len(strips)):
+        added = added + (tl.dot(weights, b[i], strips[i], input_precision=PRECISION),)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def row_products(a, b):
+    """``<a, b>`` of every row, float32."""
+    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    for i in tl.static_range(1, len(a)):
+        total += tl.sum(a[i].to(tl.float32) * b[i].to(tl.float32), 1)
+    return total
