@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import triton
 
-from biasflash.backends.triton import forward, merge, tile_plan
+from biasflash.backends.triton import forward, merge, tile_plan, window_plan
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -94,11 +94,14 @@ def packed(
 
 
 def forward_recipe(problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]) -> Recipe:
-    """One kernel, or two where keys are split, or three where masks are listed. ``rows`` holds q, k, v and out."""
+    """One kernel; two where keys are split, three where masks are listed. ``rows`` holds q, k, v and out."""
     if problem.is_empty:
         return _whole(Operands(problem, device, rows, terms), None)
     problem, rows, terms = packed(problem, rows, terms) or (problem, rows, terms)
     ops = Operands(problem, device, rows, terms)
+    windows = window_plan.forward_launch(ops)
+    if windows is not None:
+        return Recipe(launches=(windows,))
     tile, _ = ops.tile("forward")
     split = choose_split(problem, tile, device.multiprocessors, RULE)
     if split is not None:
