@@ -17,7 +17,7 @@ from torch import Tensor
 from biasflash import problem
 from biasflash.backends.triton import forward_plan
 from biasflash.backends.triton.config import TileConfig
-from biasflash.backends.triton.forward_plan import RULE, SplitRule, choose_split, forward_recipe, packed
+from biasflash.backends.triton.forward_plan import RULE, SplitRule, choose_split, forward_recipe, packed, resident
 from biasflash.backends.triton.operands import Device, Layout
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
@@ -226,7 +226,8 @@ def asked(M: int, N: int, B: int = 1, H: int = 8, D: int = 64, causal: bool | st
         (asked(64, 16384, causal="top-left"), None, None),  # 64 keys are seen
         (asked(4096, 4096, B=4), None, None),  # 2,048 programs
         (asked(64, 1000), None, None),  # too short
-        (asked(4, 8192, B=30, H=4, D=256), 9, 960),
+        (asked(4, 8192, B=30, H=4, D=256), 5, 1664),  # two programs of this width on a multiprocessor
+        (asked(4096, 4096, H=7), None, None),  # 448 programs are nearly a wave
     ],
     ids=str,
 )
@@ -238,6 +239,14 @@ def test_pieces_by_rule(p: Problem, pieces: int | None, keys: int | None) -> Non
     assert split is not None
     assert (split.pieces, split.tiles * TILE.block_n) == (pieces, keys)
     assert (split.pieces - 1) * split.tiles * TILE.block_n < p.N <= split.pieces * split.tiles * TILE.block_n
+
+
+def test_one_wave_of_large_tiles_is_enough() -> None:
+    """128 x 64 with 8 warps at width 128: one program fills a multiprocessor, and 128 of them the GPU."""
+    large = replace(TILE, block_m=128, warps=8)
+    assert resident(asked(2048, 2048, D=128), large) == 1
+    assert choose_split(asked(2048, 2048, D=128), large, 132, RULE) is None
+    assert choose_split(asked(1024, 2048, D=128), large, 132, RULE) is not None
 
 
 @pytest.mark.parametrize("M", [1, 16, 100, 1000])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import triton
 
-from biasflash.backends.triton import forward, merge, tile_plan, window_plan
+from biasflash.backends.triton import forward, merge, tile_plan, widths, window_plan
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -18,12 +19,13 @@ from biasflash.problem import Problem, Term
 class SplitRule:
     """When the keys of a query tile are shared out among programs, and among how many.
 
-    Programs are counted per multiprocessor. Overlap comes from several programs on one multiprocessor, so a GPU with
-    fewer than ``fill`` waits most of the time; ``goal`` leaves a second wave to even out what the first leaves idle.
+    A wave is as many programs as find room on the GPU at once. Overlap comes from several programs on one
+    multiprocessor, so a GPU that is far from holding a wave waits most of the time; one that holds it gains nothing.
     """
 
-    fill: int = 4  # programs of 4 warps that find room on a multiprocessor, by registers
-    goal: int = 8
+    fill: float = 0.75  # of a wave: with more programs than that, keys stay in one piece
+    goal: float = 2.0  # waves to make: the second evens out what the first leaves idle
+    most_resident: int = 4  # programs on a multiprocessor beyond which overlap grows no more
     least_keys: int = 1024  # 16 tiles of 64, about 16 us for a lone program: adding up costs a launch, 3 to 5 us
     piece_keys: int = 256  # at least: four tiles for each time that a query tile is loaded and its sums are stored
     scratch_bytes: int = 32 * 2**20  # stays in the L2 cache of an H200 (50 MB) until it is read again
@@ -41,15 +43,28 @@ class Split:
     why: str
 
 
+def resident(problem: Problem, tile: TileConfig) -> int:
+    """About how many programs of a tile find room on a multiprocessor, by its 65,536 registers.
+
+    A thread holds its part of out, of the scores and of the weights, and about 40 more; offline compiles for sm_90
+    take 128 registers for 64 x 64 at width 64 (here 128) and 205 for 128 x 64 with 8 warps at width 128 (here 163).
+    """
+    threads = 32 * tile.warps
+    held = tile.block_m * (widths.padded(problem.Dv) + 1.5 * tile.block_n) / threads
+    registers = tile.registers or (255 if problem.dtype.itemsize == 4 else min(255, 40 + 1.1 * held))
+    return max(1, int(65536 / (registers * threads)))
+
+
 def choose_split(problem: Problem, tile: TileConfig, multiprocessors: int, rule: SplitRule) -> Split | None:
     """How to share out the keys, or None where one program walks over all keys of its query tile."""
     p = problem
     reach = p.N if p.causal_shift is None else min(p.N, max(0, p.M + p.causal_shift))  # keys that any query sees
     programs = triton.cdiv(p.M, tile.block_m) * p.batch_size * p.Hq
-    if programs >= rule.fill * multiprocessors or reach < rule.least_keys:
+    wave = multiprocessors * min(rule.most_resident, resident(p, tile))
+    if programs >= rule.fill * wave or reach < rule.least_keys:
         return None
     row_bytes = 4 * p.batch_size * p.Hq * p.M * (p.Dv + 2)
-    wanted = triton.cdiv(rule.goal * multiprocessors, programs)
+    wanted = math.ceil(rule.goal * wave / programs)
     pieces = min(wanted, reach // rule.piece_keys, rule.scratch_bytes // row_bytes)
     if pieces < 2:
         return None
