@@ -28,6 +28,8 @@ DEVICES = {
     90: Device(shared_memory=232448, multiprocessors=132),
     100: Device(shared_memory=232448, multiprocessors=148, capability=100),
 }
+#: kernels that multiply no tiles
+WITHOUT_PRODUCTS = ("delta_kernel", "add_chunks_kernel", "merge_kernel", "count_kernel", "list_kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +89,13 @@ ON_H200 = [
     Asked(name="full bias d32", D=32, biases=FULL),
     Asked(name="full bias d64", biases=FULL),
     Asked(name="full bias half precision odd width d80", D=80, dtype=F16, biases=FULL, bias_dtype=F32),
+    Asked(name="full bias d96", D=96, biases=FULL),
     Asked(name="full bias d128", D=128, biases=FULL),
     Asked(name="full bias d256", D=256, biases=FULL),
     Asked(name="shared bias d32", D=32, biases=SHARED),
+    Asked(name="shared bias d48", D=48, biases=SHARED),
     Asked(name="shared bias d64", biases=SHARED),
+    Asked(name="shared bias causal grouped d80 dv72", D=80, Dv=72, causal=True, Hkv=2, biases=SHARED),
     Asked(name="shared bias d128", D=128, biases=SHARED),
     Asked(name="shared bias causal d64", biases=SHARED, causal=True),
     Asked(name="shared bias odd lengths d64", M=777, N=1003, biases=SHARED),
@@ -99,7 +104,9 @@ ON_H200 = [
     Asked(name="key mask d64", masks=("B11N",)),
     Asked(name="key mask, shared bias d128", D=128, masks=("B11N",), biases=SHARED),
     Asked(name="any mask d64", masks=("BHMN",)),
+    Asked(name="mask of all heads d64", M=4096, masks=("11MN",)),
     Asked(name="float32 d64", dtype=F32, biases=SHARED),
+    Asked(name="float32 d80", D=80, dtype=F32, biases=SHARED),
     Asked(name="float32 d128", D=128, dtype=F32, biases=FULL),
     Asked(name="float32 d256", D=256, dtype=F32),
 ]
@@ -107,6 +114,7 @@ ELSEWHERE = [
     Asked(name="causal d64", causal=True),
     Asked(name="full bias d128", D=128, biases=FULL),
     Asked(name="shared bias d64", biases=SHARED),
+    Asked(name="shared bias d48", D=48, biases=SHARED),
     Asked(name="float32 d64", dtype=F32),
 ]
 
@@ -145,7 +153,7 @@ def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def tensor_core_words(launch: Launch, capability: int) -> tuple[str, ...]:
     """Instructions one of which must appear: warp-group products on sm_90 where a tile has the 64 rows they take."""
-    if launch.kernel.__name__ in ("delta_kernel", "add_chunks_kernel"):
+    if launch.kernel.__name__ in WITHOUT_PRODUCTS:
         return ()
     assert launch.tile is not None
     rows = launch.tile.block_n if launch.kernel.__name__ == "dkdv_kernel" else launch.tile.block_m
@@ -182,6 +190,7 @@ def test_kernel_fits_does_not_spill_and_uses_tensor_cores(
 
 def test_the_list_reaches_every_kernel_and_gpu() -> None:
     reached = {(p.values[2], p.values[0].kernel.__name__) for p in variants()}  # type: ignore[attr-defined]
-    kernels = {"forward", "delta", "dq", "dkdv", "dq_from_ds", "dbias", "add_chunks"}
+    kernels = {"forward", "merge", "delta", "dq", "dkdv", "dq_from_ds", "dbias", "add_chunks"}
+    kernels |= {"count", "list", "window_forward", "window_backward"}
     assert {name for capability, name in reached if capability == 90} == {f"{kernel}_kernel" for kernel in kernels}
     assert {capability for capability, _ in reached} == set(DEVICES)

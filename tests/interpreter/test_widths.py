@@ -30,13 +30,18 @@ KERNELS = ("forward", "delta", "dkdv", "dq", "dq_from_ds", "dbias")
 
 
 def test_strips_hold_every_width_and_spare_what_the_rule_wants() -> None:
-    for kernel in KERNELS:
+    for itemsize in (2, 4):
         for width in range(1, 257):
-            found = widths.strips(kernel, width, 2)
+            found = widths.strips(width, itemsize, 90)
             assert width <= sum(found) <= widths.padded(width)
             assert all(w >= 16 and w & (w - 1) == 0 for w in found)
             assert len(found) == 1 or sum(found) <= 0.75 * widths.padded(width)
             assert sum(found[:-1]) < width, "a strip without a column of its own"
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 94, 120])
+def test_widths_stay_whole_where_operands_lie_in_registers(capability: int) -> None:
+    assert all(len(widths.strips(width, size, capability)) == 1 for width in range(1, 257) for size in (2, 4))
 
 
 #: the rule, written out
@@ -45,8 +50,8 @@ ONE = {1: 16, 16: 16, 17: 32, 24: 32, 32: 32, 56: 64, 64: 64, 112: 128, 128: 128
 
 
 @pytest.mark.parametrize(("width", "wanted"), [*TWO.items(), *((w, (whole,)) for w, whole in ONE.items())])
-def test_strips_of_a_width(every_kernel_in_strips: None, width: int, wanted: tuple[int, ...]) -> None:
-    assert {widths.strips(kernel, width, itemsize) for kernel in KERNELS for itemsize in (2, 4)} == {wanted}
+def test_strips_of_a_width(every_width_in_strips: None, width: int, wanted: tuple[int, ...]) -> None:
+    assert widths.strips(width, 2, 90) == widths.strips(width, 4, 90) == wanted
 
 
 # ----------------------------------------------------------------------------------------------------------- the pieces
@@ -75,7 +80,7 @@ def codes(row: int, column: int, vec: int) -> tuple[int, ...]:
 @pytest.mark.parametrize(("vec", "row", "column"), [(8, 200, 1), (1, 201, 1), (0, 401, 2), (0, 1, 23)])
 @pytest.mark.parametrize("width", [20, 40, 48, 65, 80, 96])
 def test_rows_are_copied_strip_by_strip(
-    width: int, vec: int, row: int, column: int, wide: bool, hides: bool, every_kernel_in_strips: None
+    width: int, vec: int, row: int, column: int, wide: bool, hides: bool, every_width_in_strips: None
 ) -> None:
     """What lies beside a row is NaN and is neither read nor written; hidden rows hold NaN and come back as zeros."""
     columns = torch.arange(width) * column
@@ -89,7 +94,7 @@ def test_rows_are_copied_strip_by_strip(
         values[::3] = 0
         source[where[::3]] = float("nan")
     target = torch.full_like(source, 7.0)
-    strips = widths.strips("dq", width, 2)
+    strips = widths.strips(width, 2, 90)
     strides = codes(row, column, vec)
     copy_kernel[(1,)](
         target, source, seen, strides, strides, WIDTH=width, STRIPS=strips, INTO_VEC=vec, FROM_VEC=vec, WIDE=wide,
@@ -117,10 +122,10 @@ def products_kernel(
 
 
 @pytest.mark.parametrize("width", [24, 40, 48, 80, 96])
-def test_products_over_strips_are_products_over_the_width(width: int, every_kernel_in_strips: None) -> None:
+def test_products_over_strips_are_products_over_the_width(width: int, every_width_in_strips: None) -> None:
     a, b = torch.randint(-4, 5, (2, 16, width)).float()  # exact in any order
     scores, sums, rows = torch.empty(16, 16), torch.empty(16, width), torch.empty(16)
-    strips = widths.strips("dq", width, 4)
+    strips = widths.strips(width, 4, 90)
     products_kernel[(1,)](a, b, scores, sums, rows, codes(width, 1, 1), WIDTH=width, STRIPS=strips)
     assert torch.equal(scores, a @ b.T)
     assert torch.equal(sums, 2 * (a @ b.T) @ b)
@@ -131,21 +136,25 @@ def test_products_over_strips_are_products_over_the_width(width: int, every_kern
 
 
 @pytest.fixture
-def every_kernel_in_strips(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also those, and of those element sizes, that the rules leave whole because it measures no faster.
-
-    Windows have kernels of their own, which hold widths whole: they are left out. Recipes are cached by problem; one
-    made under a patched rule must not outlive it, or come from before.
-    """
-    rules = [widths.StripRule(kernel=kernel, itemsize=size, why="tested") for kernel in KERNELS for size in (2, 4)]
-    monkeypatch.setattr(widths, "RULES", tuple(rules))
-    monkeypatch.setattr(window_plan, "RULES", ())
+def _fresh_recipes() -> Iterator[None]:
+    """Recipes are cached by problem; one made under a patched rule must not outlive it, or come from before."""
     caches = (launch._forward_recipe, launch._backward_recipe)
     for cached in caches:
         cached.cache_clear()
     yield
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.fixture
+def every_width_in_strips(monkeypatch: pytest.MonkeyPatch, _fresh_recipes: None) -> None:
+    """Also narrow float32, which the rules leave whole.
+
+    Windows have kernels of their own, which hold widths whole: they are left out.
+    """
+    rules = tuple(widths.StripRule(itemsize=size, above=0, capabilities=(90,), why="tested") for size in (2, 4))
+    monkeypatch.setattr(widths, "RULES", rules)
+    monkeypatch.setattr(window_plan, "RULES", ())
 
 
 def launches(case: Case, dtype: str) -> dict[str, operands.Launch]:
@@ -173,7 +182,7 @@ EVERY_STRUCTURE = (FULL, SHARED, Bias(shape="BHM1"), Bias(shape="111N"))
 MIXED = [(24, 40), (40, 24), (48, 80), (96, 16), (64, 96), (72, 64)]
 
 
-def test_the_cases_below_reach_every_kernel_in_strips(every_kernel_in_strips: None) -> None:
+def test_the_cases_below_reach_every_width_in_strips(every_width_in_strips: None) -> None:
     stored = launches(small("stored", 48, 80, biases=(FULL,)), "fp16")
     found = stored | launches(small("every structure", 48, 80, biases=EVERY_STRUCTURE), "fp16")
     found |= launches(small("shared", 48, 80, biases=(SHARED,)), "fp16")
@@ -187,19 +196,19 @@ def test_the_cases_below_reach_every_kernel_in_strips(every_kernel_in_strips: No
 @pytest.mark.parametrize(
     ("D", "Dv"), [*((w, w) for w in (24, 40, 48, 72, 80, 96)), *MIXED], ids=lambda width: str(width)
 )
-def test_every_structure_of_bias_gradient(D: int, Dv: int, dtype: str, every_kernel_in_strips: None) -> None:
+def test_every_structure_of_bias_gradient(D: int, Dv: int, dtype: str, every_width_in_strips: None) -> None:
     must_pass(small("every structure", D, Dv, biases=EVERY_STRUCTURE), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize(("D", "Dv"), [(40, 40), (48, 80), (96, 96)], ids=lambda width: str(width))
-def test_dq_from_stored_score_gradients(D: int, Dv: int, dtype: str, every_kernel_in_strips: None) -> None:
+def test_dq_from_stored_score_gradients(D: int, Dv: int, dtype: str, every_width_in_strips: None) -> None:
     case = small("stored", D, Dv, biases=(FULL,), causal="top-left")
     assert "dq_from_ds" in launches(case, dtype)
     must_pass(case, dtype)
 
 
-def test_widths_of_latent_attention(every_kernel_in_strips: None) -> None:
+def test_widths_of_latent_attention(every_width_in_strips: None) -> None:
     case = small("latent", 192, 128, batch=(1,), M=17, N=18, Hq=1, Hkv=1, causal=True, return_lse=True)
     assert launches(case, "fp16")["dq"].arguments["D_STRIPS"] == (128, 64)
     must_pass(case, "fp16")
@@ -228,23 +237,23 @@ OTHERS = [
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
-def test_in_strips(case: Case, dtype: str, every_kernel_in_strips: None) -> None:
+def test_in_strips(case: Case, dtype: str, every_width_in_strips: None) -> None:
     must_pass(case, dtype)
 
 
 @pytest.mark.parametrize("strides", ["contiguous", "transposed"])
-def test_64_bit_offsets(strides: str, every_kernel_in_strips: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_64_bit_offsets(strides: str, every_width_in_strips: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The instructions of tensors beyond 2^31 elements, on small ones."""
     monkeypatch.setattr(operands.Operands, "_extent", lambda self, name, first_axis: 2**31)
     must_pass(small("wide", 48, 80, strides=strides, biases=(SHARED,)), "fp16")
 
 
-def test_widths_under_the_rules_as_they_stand() -> None:
-    """No rule patched: what a user's call runs."""
+@pytest.mark.usefixtures("_fresh_recipes")
+@pytest.mark.parametrize(("dtype", "wanted"), [("fp16", (32, 16)), ("fp32", (64,))])
+def test_widths_under_the_rules_as_they_stand(dtype: str, wanted: tuple[int, ...]) -> None:
+    """No rule patched, more keys than a window has: what a user's call runs. One decision for all kernels."""
     case = small("as it stands", 80, 48, M=20, N=160, batch=(1,), biases=EVERY_STRUCTURE)
-    for dtype, size in (("fp16", 2), ("fp32", 4)):
-        for kernel, found in launches(case, dtype).items():
-            held = {name: found.arguments[name] for name in ("D_STRIPS", "DV_STRIPS") if name in found.arguments}
-            for name, strips in held.items():
-                assert strips == widths.strips(kernel, 80 if name == "D_STRIPS" else 48, size)
-        must_pass(case, dtype)
+    for found in launches(case, dtype).values():
+        assert found.arguments.get("D_STRIPS", (64, 16)) == (64, 16)
+        assert found.arguments.get("DV_STRIPS", wanted) == wanted
+    must_pass(case, dtype)

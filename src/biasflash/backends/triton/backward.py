@@ -166,17 +166,9 @@ def dkdv_kernel(
                     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
                     q = load_strips(q_base, q_at, q_rows, q_strides, D, D_STRIPS, Q_VEC, WIDE)  # [M, D]
                     terms = load_terms(
-                        bases,
-                        term_strides,
-                        q_at,
-                        k_at,
-                        q_rows[None, :],
-                        k_local[:, None],
-                        k_own[:, None],
-                        TERMS,
-                        WIDE,
+                        bases, term_strides, q_at, k_at, q_rows[None, :], k_local[:, None], k_own[:, None], TERMS, WIDE,
                         SHORT_N,
-                    )
+                    )  # fmt: skip
                     reference, delta = load_row_statistics(
                         reference_row, delta_row, q_start, q_rows, q_own, M, BLOCK_M, SHORT_M
                     )
@@ -213,17 +205,9 @@ def dkdv_kernel(
                             acc_column += tl.sum(ds, 1)
                         if STORE_DS:
                             store_term_grad(
-                                ds_base,
-                                ds_strides,
-                                q_at,
-                                k_at,
-                                q_local[None, :],
-                                k_local[:, None],
-                                k_own[:, None] & q_own[None, :],
-                                ds,
-                                DS_VEC,
-                                WIDE,
-                            )
+                                ds_base, ds_strides, q_at, k_at, q_local[None, :], k_local[:, None],
+                                k_own[:, None] & q_own[None, :], ds, DS_VEC, WIDE,
+                            )  # fmt: skip
         if SUM_COLUMNS:
             tl.store(column_ptr + head * N + k_at + k_local, acc_column, mask=k_own)
 
@@ -320,17 +304,8 @@ def dq_kernel(
             else:
                 k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
             terms = load_terms(
-                bases,
-                term_strides,
-                q_at,
-                k_at,
-                q_rows[:, None],
-                k_local[None, :],
-                k_in[None, :],
-                TERMS,
-                WIDE,
-                SHORT_N,
-            )
+                bases, term_strides, q_at, k_at, q_rows[:, None], k_local[None, :], k_in[None, :], TERMS, WIDE, SHORT_N,
+            )  # fmt: skip
             v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
             y = score_tile(
                 dot_strips(q, k, PRECISION),  # [M, N]

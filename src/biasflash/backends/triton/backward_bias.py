@@ -122,17 +122,9 @@ def dbias_kernel(
         last = tl.where(k_at <= tl.minimum(q_at + BLOCK_M, M) - 1 + shift, last, first)  # else nothing is seen
     b, h = split_index(owner, first, sizes, heads, OWNS)
     fixed = load_terms(
-        term_bases(term_ptrs, term_strides, b, h, sizes, TERMS),
-        term_strides,
-        q_at,
-        k_at,
-        q_rows[:, None],
-        k_local[None, :],
-        k_own[None, :],
-        TERMS,
-        WIDE,
-        SHORT_N,
-    )
+        term_bases(term_ptrs, term_strides, b, h, sizes, TERMS), term_strides, q_at, k_at, q_rows[:, None],
+        k_local[None, :], k_own[None, :], TERMS, WIDE, SHORT_N,
+    )  # fmt: skip
     for phase in tl.static_range(2 if RARE else 1):  # all rows, then extreme ones if there are any
         hi = last
         if phase:
@@ -155,19 +147,9 @@ def dbias_kernel(
                 else:
                     tile_base = term_ptrs[i] + head_offset(b, h, term_strides[i], sizes, TERMS[i][3], WIDE_HEADS)
                     tile_i = load_term(
-                        tile_base,
-                        term_strides[i],
-                        q_at,
-                        k_at,
-                        q_rows[:, None],
-                        k_local[None, :],
-                        k_own[None, :],
-                        TERMS[i][1],
-                        TERMS[i][2],
-                        TERMS[i][3],
-                        WIDE,
-                        SHORT_N,
-                    )
+                        tile_base, term_strides[i], q_at, k_at, q_rows[:, None], k_local[None, :], k_own[None, :],
+                        TERMS[i][1], TERMS[i][2], TERMS[i][3], WIDE, SHORT_N,
+                    )  # fmt: skip
                     terms = terms + (tile_i,)  # noqa: RUF005
             index = b * heads + h
             at = wide_if(index, WIDE_HEADS) * statistics_pitch(M, TAIL) + q_at + q_rows
@@ -202,17 +184,9 @@ def dbias_kernel(
     b, h = split_index(owner, 0, sizes, heads, OWNS)
     dbias_base += head_offset(b, h, dbias_strides, sizes, DBIAS_VEC)
     store_term_grad(
-        dbias_base,
-        dbias_strides,
-        q_at,
-        k_at,
-        q_local[:, None],
-        k_local[None, :],
-        q_own[:, None] & k_own[None, :],
-        acc_ds,
-        DBIAS_VEC,
-        WIDE,
-    )
+        dbias_base, dbias_strides, q_at, k_at, q_local[:, None], k_local[None, :], q_own[:, None] & k_own[None, :],
+        acc_ds, DBIAS_VEC, WIDE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "chunks"])

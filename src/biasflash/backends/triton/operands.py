@@ -236,6 +236,8 @@ class Operands:
             "DV": p.Dv,
             "BLOCK_D": widths.padded(p.D),
             "BLOCK_DV": widths.padded(p.Dv),
+            "D_STRIPS": widths.strips(p.D, p.dtype.itemsize, self.device.capability),
+            "DV_STRIPS": widths.strips(p.Dv, p.dtype.itemsize, self.device.capability),
             "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
             "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31 or any(self._extent(n, 0) >= 2**31 for n in read),
             "EVEN_N": p.N % 8 == 0 and any(v.strides[-1] != 0 for v in self.term_views),
@@ -266,17 +268,9 @@ class Operands:
             return "tile,head,batch"
         return "batch,tile,head" if max(planes) > L2_PLANE_BYTES else "tile,batch,head"
 
-    def strips(self, kernel: str) -> dict[str, tuple[int, ...]]:
-        """The strips that a kernel holds both widths in (see ``widths``)."""
-        p = self.problem
-        return {
-            "D_STRIPS": widths.strips(kernel, p.D, p.dtype.itemsize),
-            "DV_STRIPS": widths.strips(kernel, p.Dv, p.dtype.itemsize),
-        }
-
     def tile(self, kernel: str) -> tuple[TileConfig, str]:
         p = self.problem
-        held = [sum(strips) for strips in self.strips(kernel).values()]
+        held = [sum(self.constants[name]) for name in ("D_STRIPS", "DV_STRIPS")]
         facts = config.Facts(
             kernel=kernel,
             width=max(held),
@@ -301,7 +295,7 @@ class Operands:
         """
         p = self.problem
         tile, why = self.tile(rule)
-        given: dict[str, Any] = {**self.numbers, **self.constants, **self.strips(rule)}
+        given: dict[str, Any] = {**self.numbers, **self.constants}
         given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": tile.block_n > p.N}
         for name in names:

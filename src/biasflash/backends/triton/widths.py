@@ -9,25 +9,34 @@ import triton
 
 @dataclass(frozen=True, kw_only=True)
 class StripRule:
-    """Which kernels hold widths that are not powers of two in two strips, and how much of the padding it must spare.
+    """When a width is held in two strips. The same in every kernel, for forward and backward must see the same scores.
 
-    Each strip is a product, a load and an address of its own, so it has to earn them: 48 is 32 + 16 (a quarter of 64
-    spared), 112 stays 128.
+    Each strip is a product, a load and an address of its own, so it has to earn them.
     """
 
-    kernel: str
     itemsize: int
+    above: int  # narrower widths stay whole
+    capabilities: tuple[int, ...]  # major * 10 + minor
     why: str
-    least_spared: float = 0.25
+    least_spared: float = 0.25  # of the padded width: 48 is 32 + 16 instead of 64, but 112 stays 128
 
 
+#: Registers and spills are those that ptxas reports for a shared bias. Where tensor cores take their operands from
+#: registers (sm_80 to sm_89, sm_120), strips cost more of them than they spare: D 80 in float32 spills 752 bytes in dq
+#: on sm_80, whole none; bfloat16 spills 72, whole none.
 RULES: tuple[StripRule, ...] = (
-    StripRule(kernel="forward", itemsize=2, why="two products a score"),
-    StripRule(kernel="delta", itemsize=2, why="as the kernels that follow"),
-    StripRule(kernel="dkdv", itemsize=2, why="four products a score"),
-    StripRule(kernel="dq", itemsize=2, why="three products a score"),
-    StripRule(kernel="dq_from_ds", itemsize=2, why="one product"),
-    StripRule(kernel="dbias", itemsize=2, why="two products a score"),
+    StripRule(
+        itemsize=2,
+        above=32,
+        capabilities=(90, 100, 103),
+        why="sm_90, D 80: dkdv takes 202 registers, whole 255; D 48: spills nothing, whole 88 bytes",
+    ),
+    StripRule(
+        itemsize=4,
+        above=64,
+        capabilities=(90,),
+        why="D 80: dkdv spills nothing, whole 560 bytes; D 48 would spill 264 bytes in dq, whole 128",
+    ),
 )
 
 
@@ -36,14 +45,14 @@ def padded(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-def strips(kernel: str, width: int, itemsize: int) -> tuple[int, ...]:
-    """The widths of the strips that ``kernel`` holds a width in: powers of two, each at least 16, two at most."""
+def strips(width: int, itemsize: int, capability: int) -> tuple[int, ...]:
+    """The widths of the strips that a head width is held in: powers of two, each at least 16, two at most."""
     whole = padded(width)
     half = whole // 2
-    if width <= half or half < 16:
-        return (whole,)
-    two = half, padded(width - half)
+    two = half, padded(max(width - half, 1))
     for rule in RULES:
-        if (rule.kernel, rule.itemsize) == (kernel, itemsize) and sum(two) <= (1 - rule.least_spared) * whole:
+        if rule.itemsize != itemsize or capability not in rule.capabilities:
+            continue
+        if width > rule.above and sum(two) <= (1 - rule.least_spared) * whole:
             return two
     return (whole,)
