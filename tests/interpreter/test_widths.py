@@ -59,7 +59,7 @@ def test_strips_of_a_width(every_width_in_strips: None, width: int, wanted: tupl
 
 @triton.jit
 def copy_kernel(
-    into_ptr, from_ptr, seen_ptr, into_strides, from_strides, WIDTH: tl.constexpr, STRIPS: tl.constexpr,
+    into_ptr, from_ptr, squares_ptr, seen_ptr, into_strides, from_strides, WIDTH: tl.constexpr, STRIPS: tl.constexpr,
     INTO_VEC: tl.constexpr, FROM_VEC: tl.constexpr, WIDE: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, 16)
@@ -68,6 +68,7 @@ def copy_kernel(
         strips = load_seen_strips(from_ptr, 3, rows, from_strides, seen, WIDTH, STRIPS, FROM_VEC, WIDE)
     else:
         strips = load_strips(from_ptr, 3, rows, from_strides, WIDTH, STRIPS, FROM_VEC, WIDE)
+    tl.store(squares_ptr + rows, row_products(strips, strips))
     store_strips(into_ptr, 1, rows, into_strides, rows < 13, scale_strips(strips, 2.0), WIDTH, STRIPS, INTO_VEC, WIDE)
 
 
@@ -82,27 +83,29 @@ def codes(row: int, column: int, vec: int) -> tuple[int, ...]:
 def test_rows_are_copied_strip_by_strip(
     width: int, vec: int, row: int, column: int, wide: bool, hides: bool, every_width_in_strips: None
 ) -> None:
-    """What lies beside a row is NaN and is neither read nor written; hidden rows hold NaN and come back as zeros."""
+    """What lies beside a row is NaN and is neither read nor written: a strip is zero past the width. Hidden rows hold NaN
+    and come back as zeros."""
     columns = torch.arange(width) * column
     where = (torch.arange(3, 19) * row)[:, None] + columns[None, :]
     source = torch.full((20 * max(row, column * 100),), float("nan"), dtype=torch.float16)
-    values = torch.randn(16, width).half()
+    values = torch.randint(-4, 5, (16, width)).half()
     seen = torch.ones(16, dtype=torch.uint8)
     source[where] = values
     if hides:
         seen[::3] = 0
         values[::3] = 0
         source[where[::3]] = float("nan")
-    target = torch.full_like(source, 7.0)
+    target, squares = torch.full_like(source, 7.0), torch.empty(16)
     strips = widths.strips(width, 2, 90)
     strides = codes(row, column, vec)
     copy_kernel[(1,)](
-        target, source, seen, strides, strides, WIDTH=width, STRIPS=strips, INTO_VEC=vec, FROM_VEC=vec, WIDE=wide,
+        target, source, squares, seen, strides, strides, WIDTH=width, STRIPS=strips, INTO_VEC=vec, FROM_VEC=vec, WIDE=wide,
         HIDES=hides,
     )  # fmt: skip
     wanted = torch.full_like(source, 7.0)
     wanted[((torch.arange(1, 14) * row)[:, None] + columns[None, :])] = 2 * values[:13]
     assert torch.equal(target, wanted)
+    assert torch.equal(squares, values.float().square().sum(1))
 
 
 @triton.jit
