@@ -83,8 +83,7 @@ def codes(row: int, column: int, vec: int) -> tuple[int, ...]:
 def test_rows_are_copied_strip_by_strip(
     width: int, vec: int, row: int, column: int, wide: bool, hides: bool, every_width_in_strips: None
 ) -> None:
-    """What lies beside a row is NaN and is neither read nor written: a strip is zero past the width. Hidden rows hold NaN
-    and come back as zeros."""
+    """What lies beside a row is NaN, neither read nor written: strips are zero past the width, and in hidden rows."""
     columns = torch.arange(width) * column
     where = (torch.arange(3, 19) * row)[:, None] + columns[None, :]
     source = torch.full((20 * max(row, column * 100),), float("nan"), dtype=torch.float16)
@@ -99,8 +98,8 @@ def test_rows_are_copied_strip_by_strip(
     strips = widths.strips(width, 2, 90)
     strides = codes(row, column, vec)
     copy_kernel[(1,)](
-        target, source, squares, seen, strides, strides, WIDTH=width, STRIPS=strips, INTO_VEC=vec, FROM_VEC=vec, WIDE=wide,
-        HIDES=hides,
+        target, source, squares, seen, strides, strides, WIDTH=width, STRIPS=strips, INTO_VEC=vec, FROM_VEC=vec,
+        WIDE=wide, HIDES=hides,
     )  # fmt: skip
     wanted = torch.full_like(source, 7.0)
     wanted[((torch.arange(1, 14) * row)[:, None] + columns[None, :])] = 2 * values[:13]
