@@ -21,7 +21,10 @@ from biasflash.problem import AXES
 HOUSE = Path(biasflash.__file__).parent
 TESTS = Path(__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
-KERNELS = ("tile/", "backends/triton/forward.py", "backends/triton/backward.py", "backends/triton/backward_bias.py")
+KERNELS = (
+    "tile/",
+    *(f"backends/triton/{name}.py" for name in ("forward", "merge", "tiles", "backward", "backward_bias", "windows")),
+)
 
 #: room -> rooms of the package it may import, at the top of a file or inside a function
 MAY_IMPORT: dict[str, set[str]] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,15 +16,17 @@ from test_bounds import Watch, watch  # noqa: F401  (a fixture)
 from test_split import described, layout, small
 from torch import Tensor
 
-from biasflash.backends.triton import forward_plan, tile_plan
+from biasflash.backends.triton import forward_plan, launch, tile_plan
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.forward_plan import SplitRule, forward_recipe
 from biasflash.backends.triton.operands import Device, Operands, Slot
+from biasflash.backends.triton.plans import contiguous_recipes
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.backends.triton.tile_plan import RULE, ListRule, choose_lists, listed_masks
 from biasflash.problem import Problem, Term
 from biasflash.testing import errors
 from biasflash.testing.case import Bias, Call, Case, Mask
+from biasflash.testing.conformance import run_case
 
 H200 = Device(shared_memory=232448, multiprocessors=132)
 NEVER = SplitRule(fill=0)
@@ -54,8 +57,8 @@ def prepare(call: Call) -> tuple[Recipe, dict[str, Tensor]]:
 def run(call: Call) -> tuple[Recipe, dict[str, Tensor]]:
     recipe, tensors = prepare(call)
     with errors.float32_products():
-        for launch in recipe.launches:
-            launch.run(tensors)
+        for each in recipe.launches:
+            each.run(tensors)
     return recipe, tensors
 
 
@@ -109,9 +112,9 @@ CASES = [
     small("two batch axes", 70, 130, H=2, batch=(2, 2), masks=(Mask(shape="B11MN", fill="window"),)),
     small("inner batch axis", 70, 130, H=2, batch=(2, 2), masks=(Mask(shape="1B1MN", fill="window"),)),
     small("grouped", 100, 130, Hq=4, Hkv=2, masks=(Mask(shape="1HMN", fill="window"),)),
-    small("bias beside", 100, 136, H=2, biases=(Bias(shape="1HMN"), Bias(shape="1H1N")), masks=(WINDOW,)),
-    small("bias of -inf beside", 100, 130, biases=(Bias(shape="11MN", values="some -inf"),), masks=(WINDOW,)),
-    small("lowest bias beside", 70, 130, biases=(Bias(shape="11MN", values="lowest"),), masks=(WINDOW,)),
+    small("bias beside", 100, 136, H=2, batch=(2,), biases=(Bias(shape="1HMN"), Bias(shape="1H1N")), masks=(WINDOW,)),
+    small("bias of -inf beside", 100, 130, H=2, biases=(Bias(shape="11MN", values="some -inf"),), masks=(WINDOW,)),
+    small("lowest bias beside", 70, 130, H=2, biases=(Bias(shape="11MN", values="lowest"),), masks=(WINDOW,)),
     small("two masks that broadcast alike", 100, 200, masks=(WINDOW, Mask(shape="MN"))),
     small("two masks that do not", 100, 130, H=2, masks=(WINDOW, Mask(shape="1HMN", fill="window"))),
     small("rows and keys in masks of their own", 90, 130, masks=(Mask(shape="11M1"), Mask(shape="111N"), WINDOW)),
@@ -157,8 +160,8 @@ def test_empty_tiles_are_not_read_and_full_ones_not_masked() -> None:
     recipe, tensors = prepare(replace(call, mask=[mask.clone()]))
     tensors["v"][:, 64:] = math.nan
     *listing, forward = recipe.launches
-    for launch in listing:
-        launch.run(tensors)
+    for each in listing:
+        each.run(tensors)
     tensors["bias0"].zero_()
     with errors.float32_products():
         forward.run(tensors)
@@ -171,9 +174,47 @@ def test_every_access_lies_inside_a_tensor(name: str, watch: Watch) -> None:  # 
     call = next(c for c in CASES if c.name == name).build("cpu", "fp32")
     recipe, tensors = prepare(call)
     tensors |= {n: t.zero_() for n, t in tensors.items() if n.endswith("lists")}
-    for launch in recipe.launches:
-        launch.run(tensors)
+    for each in recipe.launches:
+        each.run(tensors)
     assert not watch.faults, f"{len(watch.faults)} stray accesses, the first: {watch.faults[0]}"
+
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+
+
+@pytest.fixture
+def _fresh_recipes() -> Iterator[None]:
+    """Recipes are cached by problem; one made under a patched rule must not outlive it, or come from before."""
+    caches = (launch._forward_recipe, launch._backward_recipe)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def walks_along_lists(case: Case) -> set[str]:
+    """Names of the kernels of one forward and backward pass that take lists."""
+    facts, _ = described(case.build("cpu", "fp32"))
+    recipes = contiguous_recipes(facts, H200).values()
+    return {x.kernel.__name__ for r in recipes for x in r.launches if x.arguments.get("LISTS")}
+
+
+@pytest.mark.usefixtures("_fresh_recipes")
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_gradients(case: Case, dtype: str) -> None:
+    assert walks_along_lists(case) == {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+    result = run_case("triton", replace(case, return_lse=True), "cpu", dtype)
+    assert result.status == "passed", result.message
+
+
+@pytest.mark.usefixtures("_fresh_recipes")
+def test_stored_score_gradients_skip_no_tile() -> None:
+    case = small("full bias", 100, 136, biases=(Bias(shape="BHMN"),), masks=(WINDOW,))
+    assert walks_along_lists(case) == {"forward_kernel"}
+    result = run_case("triton", case, "cpu", "fp32")
+    assert result.status == "passed", result.message
 
 
 # ------------------------------------------------------------------------------------------------------ what lists hold
@@ -257,8 +298,8 @@ def test_what_the_lists_hold(name: str) -> None:
     assert lists is not None
     assert lists.granule == (32, 32)
     tensors = {n: torch.full((c,), math.nan) for n, c in lists.scratch().items()} | {"bias0": mask.view(torch.uint8)}
-    for launch in lists.launches():
-        launch.run(tensors)
+    for each in lists.launches():
+        each.run(tensors)
     keep = mask.flatten(0, -3)
     if p.causal_shift is not None:
         keep = keep & (torch.arange(p.N) <= torch.arange(p.M)[:, None] + p.causal_shift)

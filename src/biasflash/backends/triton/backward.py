@@ -7,6 +7,7 @@ that weights and score gradients enter the products from registers; the others o
 import triton
 import triton.language as tl
 
+from biasflash.backends.triton.tiles import chosen, list_part, list_row
 from biasflash.tile.bias import load_term, load_terms, seen_keys, store_term_grad, term_bases
 from biasflash.tile.memory import (
     head_offset,
@@ -100,8 +101,9 @@ def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dk_ptr, dv_ptr, ds_ptr,
     column_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, ds_strides, term_strides,
-    M, N, heads, kv_heads, group, batch, shift, rare_tiles, scale,
-    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
+    M, N, heads, kv_heads, group, batch, shift, rare_tiles, scale, lists_ptr, plane_strides,
+    TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr,
     DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
@@ -113,7 +115,7 @@ def dkdv_kernel(
 
     STORE_DS also writes every score gradient into ``ds_ptr``, which is the gradient of a bias of full shape;
     SUM_COLUMNS writes its sums over queries, float32 ``(*B Hq N)``. Grid: one program per key tile, batch item and key
-    head.
+    head. LISTS: query tiles come from the lists of ``list_kernel``, as key tiles do in the forward pass.
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -152,22 +154,34 @@ def dkdv_kernel(
             store_unseen(ds_base, ds_strides, start, k_at, q_local, k_local, k_own, M, DS_VEC, WIDE, BLOCK_M, BLOCK_N)
         # query tiles on the diagonal, those that see every key of the tile, and extreme rows if there are any
         for phase in tl.static_range(3):
-            if phase == 1 or (phase == 0 and IS_CAUSAL) or (phase == 2 and RARE):
+            if phase == 1 or (phase == 0 and (IS_CAUSAL or LISTS)) or (phase == 2 and RARE):
                 lo = full_start if phase == 1 else start
-                hi = M
-                if phase == 0:
-                    hi = tl.minimum(full_start, M)
+                hi = M if phase else tl.minimum(full_start, M)
                 if phase == 2:
                     hi = tl.where(head_has_extreme(rare_ptr + head * rare_tiles, rare_tiles), M, start)
                     if STORE_DS:
                         tl.debug_barrier()  # other threads may have stored the zeros that are now overwritten
-                for q_start in tl.range(lo, hi, BLOCK_M, num_stages=1 if phase == 2 else STAGES):
+                if LISTS and phase != 2:
+                    q_tiles = tl.cdiv(M, BLOCK_M)
+                    listed = list_row(lists_ptr, plane_strides, b, h, tile, tl.cdiv(N, BLOCK_N), q_tiles, sizes)
+                    entries, hi = list_part(listed, q_tiles, phase == 1)
+                    lo = 0
+                    entry = tl.load(entries)  # a step ahead, as in the forward pass
+                met_bases = chosen(bases, UNLISTED) if phase == 1 else bases
+                met_strides = chosen(term_strides, UNLISTED) if phase == 1 else term_strides
+                for step in tl.range(
+                    lo, hi, 1 if LISTS and phase != 2 else BLOCK_M, num_stages=1 if phase == 2 else STAGES
+                ):
+                    q_start = step
+                    if LISTS and phase != 2:
+                        q_start = entry * BLOCK_M
+                        entry = tl.load(entries + step + 1)
                     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
                     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
                     q = load_strips(q_base, q_at, q_rows, q_strides, D, D_STRIPS, Q_VEC, WIDE)  # [M, D]
                     terms = load_terms(
-                        bases, term_strides, q_at, k_at, q_rows[None, :], k_local[:, None], k_own[:, None], TERMS, WIDE,
-                        SHORT_N,
+                        met_bases, met_strides, q_at, k_at, q_rows[None, :], k_local[:, None], k_own[:, None],
+                        FULL_TERMS if phase == 1 else TERMS, WIDE, SHORT_N,
                     )  # fmt: skip
                     reference, delta = load_row_statistics(
                         reference_row, delta_row, q_start, q_rows, q_own, M, BLOCK_M, SHORT_M
@@ -181,18 +195,10 @@ def dkdv_kernel(
                         reference = tl.where(q_own, reference, float("inf"))
                     dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
                     y = score_tile(
-                        dot_strips(k, q, PRECISION),  # [N, M]
-                        terms,
-                        (q_at + q_local)[None, :],
-                        (k_at + k_local)[:, None],
-                        k_own[:, None],
-                        scale,
-                        shift,
-                        TERMS,
-                        SCALED,
-                        IS_CAUSAL,
+                        dot_strips(k, q, PRECISION), terms, (q_at + q_local)[None, :], (k_at + k_local)[:, None],
+                        k_own[:, None], scale, shift, FULL_TERMS if phase == 1 else TERMS, SCALED, IS_CAUSAL,
                         phase != 1,
-                    )
+                    )  # [N, M]  # fmt: skip
                     p = probability(y, reference[None, :], low[None, :], unit, PAIR or phase == 2)
                     if WANT_DV:
                         acc_dv = add_dots(acc_dv, p.to(dout[0].dtype), dout, PRECISION)  # [N, Dv]
@@ -224,8 +230,9 @@ def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr, dq_ptr,
     row_sum_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides,
-    M, N, heads, group, batch, shift, scale,
-    TERMS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
+    M, N, heads, group, batch, shift, scale, lists_ptr, plane_strides,
+    TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr,
     DQ_VEC: tl.constexpr, WANT_DQ: tl.constexpr, HAS_DLSE: tl.constexpr, SUM_ROWS: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
@@ -237,6 +244,7 @@ def dq_kernel(
 
     Computes delta first and stores it for the kernels that follow, which saves a launch and a pass over out and dout;
     SUM_ROWS writes the sums of ds over keys, float32 ``(*B Hq M)``. Grid: one program per query tile, batch item, head.
+    LISTS: as in the forward pass.
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -292,7 +300,19 @@ def dq_kernel(
             hi = tl.where(has_extreme, end, 0)
             reference = extreme_reference(lse)
             low = tl.load(low_ptr + at) * LOG2E
-        for k_start in tl.range(lo, hi, BLOCK_N, num_stages=1 if phase == 2 else STAGES):
+        if LISTS and phase != 2:
+            k_tiles = tl.cdiv(N, BLOCK_N)
+            listed = list_row(lists_ptr, plane_strides, b, h, tile, tiles, k_tiles, sizes)
+            entries, hi = list_part(listed, k_tiles, phase == 0)
+            lo = 0
+            entry = tl.load(entries)  # a step ahead, as in the forward pass
+        met_bases = bases if phase else chosen(bases, UNLISTED)
+        met_strides = term_strides if phase else chosen(term_strides, UNLISTED)
+        for step in tl.range(lo, hi, 1 if LISTS and phase != 2 else BLOCK_N, num_stages=1 if phase == 2 else STAGES):
+            k_start = step
+            if LISTS and phase != 2:
+                k_start = entry * BLOCK_N
+                entry = tl.load(entries + step + 1)
             k_start = tl.multiple_of(k_start, BLOCK_N)
             k_at = k_start
             if phase:
@@ -304,22 +324,14 @@ def dq_kernel(
             else:
                 k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
             terms = load_terms(
-                bases, term_strides, q_at, k_at, q_rows[:, None], k_local[None, :], k_in[None, :], TERMS, WIDE, SHORT_N,
+                met_bases, met_strides, q_at, k_at, q_rows[:, None], k_local[None, :], k_in[None, :],
+                TERMS if phase else FULL_TERMS, WIDE, SHORT_N,
             )  # fmt: skip
             v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
             y = score_tile(
-                dot_strips(q, k, PRECISION),  # [M, N]
-                terms,
-                (q_at + q_local)[:, None],
-                (k_at + k_local)[None, :],
-                k_in[None, :],
-                scale,
-                shift,
-                TERMS,
-                SCALED,
-                IS_CAUSAL,
-                phase != 0,
-            )
+                dot_strips(q, k, PRECISION), terms, (q_at + q_local)[:, None], (k_at + k_local)[None, :], k_in[None, :],
+                scale, shift, TERMS if phase else FULL_TERMS, SCALED, IS_CAUSAL, phase != 0,
+            )  # [M, N]  # fmt: skip
             dp = dot_strips(dout, v, PRECISION)  # [M, N]
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 2)
             ds = score_grad_tile(p, dp, delta[:, None], HAS_KEEP)

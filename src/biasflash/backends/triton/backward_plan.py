@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 
-from biasflash.backends.triton import backward, backward_bias, geometry, window_plan
+from biasflash.backends.triton import backward, backward_bias, geometry, tile_plan, window_plan
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe, Sum
 from biasflash.problem import Problem
@@ -65,6 +66,29 @@ class BackwardPlan:
         if self.rare:
             self.scratch["rare"] = self.heads * self.rare_tiles
 
+        self.runs_dkdv = self.want["dk"] or self.want["dv"] or bool(self.stored) or bool(self.by_structure["columns"])
+        # score gradients are stored tile by tile, zeros too: no tile may be skipped
+        self.lists = None if self.stored else self._lists()
+
+    def _lists(self) -> tile_plan.TileLists | None:
+        by_query = {"dq": self.ops.tile("dq")[0]} if self.runs_dq else {}
+        by_key = {"dkdv": self.ops.tile("dkdv")[0]} if self.runs_dkdv else {}
+        found = tile_plan.choose_lists(self.ops, by_query, by_key, tile_plan.RULE) if by_query or by_key else None
+        if found is not None:
+            self.scratch |= found.scratch()
+        return found
+
+    def _walk(self, kernel: str) -> dict[str, Any]:
+        return self.lists.arguments(kernel) if self.lists else tile_plan.trivial_arguments(self.ops)
+
+    def _listed(self, launch: Launch) -> Launch:
+        """Two loops, with masks and without, spill 112 bytes a thread in dkdv where one spills 32."""
+        if self.lists is None:
+            return launch
+        assert launch.tile is not None
+        tile = replace(launch.tile, spill_bytes=max(launch.tile.spill_bytes, 128))
+        return replace(launch, tile=tile, why=f"{launch.why}; {self.lists.why()}")
+
     def _structure(self, i: int) -> str:
         p = self.problem
         *batch, heads, rows, columns = p.terms[i].shape
@@ -95,8 +119,10 @@ class BackwardPlan:
 
     def _launches(self) -> Iterator[Launch]:
         p = self.problem
+        if self.lists is not None:
+            yield from self.lists.launches()
         if self.runs_dq:
-            yield self._dq()
+            yield self._listed(self._dq())
         else:
             yield self.ops.launch(
                 backward.delta_kernel,
@@ -105,8 +131,8 @@ class BackwardPlan:
                 lambda tile: triton.cdiv(p.M, tile.block_m) * self.heads,
                 **self._statistics(),
             )
-        if self.want["dk"] or self.want["dv"] or self.stored or self.by_structure["columns"]:
-            yield self._dkdv()
+        if self.runs_dkdv:
+            yield self._listed(self._dkdv())
         if self.reads_ds:
             yield self.ops.launch(
                 backward.dq_from_ds_kernel,
@@ -150,6 +176,7 @@ class BackwardPlan:
             row_sum_ptr=Slot("rows_sums" if sums else "delta"),
             WANT_DQ=self.want["dq"] and not self.reads_ds,
             SUM_ROWS=sums,
+            **self._walk("dq"),
             **self._statistics(),
         )
 
@@ -166,6 +193,7 @@ class BackwardPlan:
             WANT_DV=self.want["dv"],
             STORE_DS=bool(self.stored),
             SUM_COLUMNS=sums,
+            **self._walk("dkdv"),
             **self._ds(),
             **self._statistics(),
         )

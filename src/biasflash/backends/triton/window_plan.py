@@ -16,14 +16,10 @@ from biasflash.backends.triton.operands import Launch, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Term
 
-#: longest sequence that is a window
-MAX_LENGTH = 128
-#: partial sums of a shared bias's gradient take at most so much float32 scratch
-SCRATCH_BYTES = 64 * 2**20
-#: what starting a program costs, in windows
-START_COST = 2
-#: programs may come in at most so many rounds over the GPU
-MAX_ROUNDS = 4
+MAX_LENGTH = 128  # longest sequence that is a window
+SCRATCH_BYTES = 64 * 2**20  # partial sums of a shared bias's gradient take at most so much float32 scratch
+START_COST = 2  # what starting a program costs, in windows
+MAX_ROUNDS = 4  # programs may come in at most so many rounds over the GPU
 
 
 @dataclass(frozen=True, kw_only=True)

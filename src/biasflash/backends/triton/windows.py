@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # jit code is a language of its own: its names and types are Triton's
 """Windows: short sequences, many of them, all keys of one in one tile; forward, and one fused backward pass.
 
