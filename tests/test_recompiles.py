@@ -153,12 +153,6 @@ def _no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_plan, "is_window", lambda ops: False)
 
 
-@pytest.fixture
-def _keys_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_plan, "RULE", forward_plan.SplitRule(fill=0))
-
-
-@pytest.mark.usefixtures("_keys_in_one_piece")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_ten_lengths_in_a_row(family: Family) -> None:
     found = new_kernels(family.lengths, bias=family.bias, mask=family.mask, dtype=family.dtype, causal=family.causal)
@@ -166,8 +160,9 @@ def test_ten_lengths_in_a_row(family: Family) -> None:
     assert found == [list(kernels) for kernels in wanted]
 
 
-def test_the_first_length_in_pieces_compiles_their_kernels_once() -> None:
-    """From 1,024 keys on, few query tiles share them out; 16 heads of 1,500 fill the GPU again."""
+def test_pieces_compile_their_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries over any number of keys share them out; as many queries as keys never do (``FAMILIES``)."""
+    monkeypatch.setattr(forward_plan, "RULE", forward_plan.SplitRule(keys_per_query=0))
     assert new_kernels(ANY) == [["forward", "dq", "dkdv"], *[[]] * 7, ["forward", "merge"], []]
     assert new_kernels((1023, 1500, 2047), H=16) == [["forward", "dq", "dkdv"], [], []]
 
@@ -184,7 +179,6 @@ def compare(one: Problem, other: Problem) -> dict[str, set[str]]:
     return {kernel: names for kernel, names in found.items() if names}
 
 
-@pytest.mark.usefixtures("_keys_in_one_piece")
 def test_a_shared_bias_that_outgrows_the_cache_turns_the_order_of_programs() -> None:
     """The one length that matters beside alignment and chunks: batch items no longer run side by side."""
     side = int((operands.L2_PLANE_BYTES / 2) ** 0.5) // 8 * 8

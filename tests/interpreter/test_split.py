@@ -26,7 +26,7 @@ from biasflash.testing.case import DTYPES, Bias, Call, Case, Mask
 
 H200 = Device(shared_memory=232448, multiprocessors=132)
 #: pieces as small as two tiles of 64 keys, whatever the number of programs
-EAGER = SplitRule(fill=10**6, goal=10**6, least_keys=1, piece_keys=64)
+EAGER = SplitRule(fill=10**6, goal=10**6, least_keys=1, keys_per_query=0, piece_keys=64)
 
 
 class Found(NamedTuple):
@@ -222,7 +222,7 @@ def asked(M: int, N: int, B: int = 1, H: int = 8, D: int = 64, causal: bool | st
         (asked(1, 65536), 128, 512),  # 132 pieces of 497 keys, rounded up to whole tiles
         (asked(100, 16384), 64, 256),  # 66 would fill it; at least 256 keys each
         (asked(100, 16384, B=16), 5, 3328),
-        (asked(1024, 1024, B=2), 4, 256),
+        (asked(1024, 1024, B=2), None, None),  # as many queries as keys: sums cost more than they save
         (asked(64, 16384, causal="top-left"), None, None),  # 64 keys are seen
         (asked(4096, 4096, B=4), None, None),  # 2,048 programs
         (asked(64, 1000), None, None),  # too short
@@ -245,8 +245,8 @@ def test_one_wave_of_large_tiles_is_enough() -> None:
     """128 x 64 with 8 warps at width 128: one program fills a multiprocessor, and 128 of them the GPU."""
     large = replace(TILE, block_m=128, warps=8)
     assert resident(asked(2048, 2048, D=128), large) == 1
-    assert choose_split(asked(2048, 2048, D=128), large, 132, RULE) is None
-    assert choose_split(asked(1024, 2048, D=128), large, 132, RULE) is not None
+    assert choose_split(asked(2048, 16384, D=128), large, 132, RULE) is None
+    assert choose_split(asked(128, 2048, D=128), large, 132, RULE) is not None
 
 
 @pytest.mark.parametrize("M", [1, 16, 100, 1000])

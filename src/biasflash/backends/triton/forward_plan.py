@@ -26,7 +26,8 @@ class SplitRule:
     fill: float = 0.75  # of a wave: with more programs than that, keys stay in one piece
     goal: float = 2.0  # waves to make: the second evens out what the first leaves idle
     most_resident: int = 4  # programs on a multiprocessor beyond which overlap grows no more
-    least_keys: int = 1024  # 16 tiles of 64, about 16 us for a lone program: adding up costs a launch, 3 to 5 us
+    least_keys: int = 1024  # 16 tiles of 64 keys; one query over 4096 takes 9 us in 16 pieces, 54 in one
+    keys_per_query: int = 8  # at least: sums grow with queries; 8 heads of 1k x 1k take 11 us, in 4 pieces 27
     piece_keys: int = 256  # at least: four tiles for each time that a query tile is loaded and its sums are stored
     scratch_bytes: int = 32 * 2**20  # stays in the L2 cache of an H200 (50 MB) until it is read again
 
@@ -61,7 +62,7 @@ def choose_split(problem: Problem, tile: TileConfig, multiprocessors: int, rule:
     reach = p.N if p.causal_shift is None else min(p.N, max(0, p.M + p.causal_shift))  # keys that any query sees
     programs = triton.cdiv(p.M, tile.block_m) * p.batch_size * p.Hq
     wave = multiprocessors * min(rule.most_resident, resident(p, tile))
-    if programs >= rule.fill * wave or reach < rule.least_keys:
+    if programs >= rule.fill * wave or reach < max(rule.least_keys, rule.keys_per_query * p.M):
         return None
     row_bytes = 4 * p.batch_size * p.Hq * p.M * (p.Dv + 2)
     wanted = math.ceil(rule.goal * wave / programs)
