@@ -189,7 +189,8 @@ def choose_tile(facts: Facts) -> tuple[TileConfig, str]:
         tile = TileConfig(**row.tile)
         if shared_bytes(facts, tile) <= facts.shared_memory:
             return tile, row.why(table.gpu)
-    return choose_rule(facts)
+    tile, why = choose_rule(facts)
+    return (tile if facts.capability == 90 else uncapped(tile)), why
 
 
 def choose_rule(facts: Facts) -> tuple[TileConfig, str]:
@@ -213,7 +214,7 @@ def choose_rule(facts: Facts) -> tuple[TileConfig, str]:
 
 
 def uncapped(tile: TileConfig) -> TileConfig:
-    """The tile without its register cap. Caps were measured on Hopper with 16-byte loads; elsewhere they only spill."""
+    """The tile without its register cap. Those of rules were measured on Hopper with 16-byte loads; else they spill."""
     return tile if tile.registers is None else replace(tile, registers=None)
 
 

@@ -30,6 +30,7 @@ class Device:
     shared_memory: int
     multiprocessors: int
     capability: int = 90  # major * 10 + minor
+    gpu: str = ""  # its name, by which a table of tiles is found; empty: none
 
 
 @cache
@@ -41,6 +42,7 @@ def device_facts(device: torch.device) -> Device:
         shared_memory=getattr(found, "shared_memory_per_block_optin", 65536),
         multiprocessors=found.multi_processor_count,
         capability=found.major * 10 + found.minor,
+        gpu=found.name,
     )
 
 
@@ -280,9 +282,10 @@ class Operands:
             bias_itemsize=min(4, max((t.dtype.itemsize for t in p.terms), default=0)),
             shared_memory=self.device.shared_memory,
             capability=self.device.capability,
+            gpu=self.device.gpu,
         )
         tile, why = config.choose_tile(facts)
-        if self.device.capability != 90 or self._has_unaligned_plane:
+        if self._has_unaligned_plane:
             tile = config.uncapped(tile)
         return config.shrink(tile, p.M, p.N), why
 
