@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="only Triton compiles kernels")
 from biasflash.backends.triton.operands import Device, Launch
 from biasflash.backends.triton.plans import contiguous_recipes
 from biasflash.problem import Problem, Term
+from biasflash.testing.descriptors import Descriptor, descriptors
 from biasflash.testing.offline import Compiled, compile_launch, meta_tensors
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -184,7 +185,13 @@ def complaints(launch: Launch, compiled: Compiled, capability: int) -> list[str]
     words = tensor_core_words(launch, capability)
     if words and not re.search(rf"\b({'|'.join(words)})\b", compiled.sass):
         found.append(f"no {' or '.join(words)} in the machine code")
+    found += [f"reads shared memory it does not have: {d}" for d in astray(compiled)] if capability == 90 else []
     return found
+
+
+def astray(compiled: Compiled) -> list[Descriptor]:
+    """Operands of Hopper's products that do not lie in the program's shared memory."""
+    return [d for d in descriptors(compiled.sass) if not d.is_inside(compiled.shared)]
 
 
 @pytest.mark.parametrize(("launch", "tensors", "capability"), list(variants()))
