@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 import torch
 
+import biasflash
 from biasflash import problem
 from biasflash.backends.triton import launch, window_plan
 from biasflash.backends.triton.operands import Device, Layout, Operands
@@ -153,6 +154,25 @@ def test_what_is_held_does_not_change_results(
 
 
 @pytest.mark.usefixtures("_windows_only")
+@pytest.mark.parametrize("tokens", [20, 32])
+def test_scores_of_ten_thousands(tokens: int) -> None:
+    """Weights of one key alone: the scores' gradient is 0, and no rounding of lse times a large q or k may stay."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, tokens, 2, 64) for _ in range(3))
+    dout = torch.randn_like(v).half()
+    leaves = [(150 * q).half().requires_grad_(), (100 * k).half().requires_grad_(), v.half().requires_grad_()]
+    out = biasflash.attention(leaves[0], leaves[1], leaves[2], backend="triton")
+    assert isinstance(out, torch.Tensor)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    right = biasflash.attention(exact[0], exact[1], exact[2], backend="reference")
+    assert isinstance(right, torch.Tensor)
+    wanted = torch.autograd.grad(right, exact, dout.double())
+    for ours, theirs in zip((dq, dk), wanted, strict=False):
+        assert (ours.double() - theirs).abs().amax() < 1e-2
+    assert (dv.double() - wanted[2]).abs().amax() < 1e-2 * wanted[2].abs().amax()
+
+
 @pytest.mark.parametrize("name", ["windows of two images", "keys of nobody", "bias of every window"])
 def test_64_bit_offsets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The instructions of tensors beyond 2^31 elements, on small ones."""

@@ -63,6 +63,8 @@ class _Registers:
             return int(operand, 16)
         if operand == "URZ":
             return 0
+        if not re.fullmatch(r"U?R\d+", operand):
+            return None
         low, high = (self.values.get(name) for name in _pair(operand))
         return None if low is None or high is None else low | high << 32
 

@@ -209,7 +209,7 @@ def window_backward_kernel(
 ):  # fmt: skip
     """dq, dk, dv of windows that fit one tile, and the gradient of one bias.
 
-    delta is the row sum of p dp: all keys are in the tile, so nothing of out is read (and nothing of out's rounding
+    delta is the row sum of p dp (of normalised p): all keys are in the tile, so nothing of out is read (and nothing of out's rounding
     enters). STORE_DS writes the score gradients of every window, which are the gradient of a bias of full shape; SUM_DS
     adds them up over the program's windows and writes float32 ``(M, N)`` partial sums, ordered ``(step, heads)`` with
     OWNS_HEAD and ``(step / period, heads, period)`` without: the order in which those of one bias element lie a
@@ -284,6 +284,9 @@ def window_backward_kernel(
         if WANT_DQ or WANT_DK or STORE_DS or SUM_DS:
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
             delta = tl.sum(score_grad_tile(p, dp, 0.0, HAS_KEEP), 1)
+            if not PAIR:  # weights add up to 1 but for the rounding of lse: 1e-3 at scores of 1e4, times q and k
+                total = tl.sum(p, 1)
+                delta = delta / tl.where(total == 0.0, 1.0, total)
             if HAS_DLSE:
                 delta -= tl.load(dlse_ptr + at)
                 delta = tl.where(lse == float("-inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
