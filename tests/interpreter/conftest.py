@@ -74,3 +74,20 @@ def _quick_interpreter() -> Iterator[None]:
         patch.setattr(interpreter.GridExecutor, "__call__", fresh)
         patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
+
+
+@pytest.fixture
+def general_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short sequences on the general kernels, which the window kernels would take otherwise (``test_windows``).
+
+    Recipes are cached by problem: none may come from before, or outlive the test.
+    """
+    from biasflash.backends.triton import launch, window_plan
+
+    caches = (launch._forward_recipe, launch._backward_recipe)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.setattr(window_plan, "RULES", ())
+    yield
+    for cached in caches:
+        cached.cache_clear()

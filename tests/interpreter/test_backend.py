@@ -6,7 +6,6 @@ bfloat16 is left to GPUs: the interpreter multiplies its bits as integers. A bfl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 
 import property_cases
 from biasflash import problem
-from biasflash.backends.triton import backward_plan, launch, operands, plans
+from biasflash.backends.triton import backward_plan, operands, plans
 from biasflash.testing import cases, conformance
 from biasflash.testing.case import Bias, Case, Mask
 from public_cases import SMALL
@@ -33,6 +32,7 @@ def must_pass(case: Case, dtype: str) -> None:
 SMOKE = cases.select("smoke")
 
 
+@pytest.mark.usefixtures("general_kernels")
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [pytest.param(c, d, id=f"{c.name}-{d}") for c in SMOKE for d in ("fp32", "fp16") if d in c.dtypes],
@@ -114,6 +114,7 @@ EXTRA = [
 ]
 
 
+@pytest.mark.usefixtures("general_kernels")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("case", EXTRA, ids=lambda c: c.name)
 def test_structure_of_bias_gradients(case: Case, dtype: str) -> None:
@@ -123,6 +124,7 @@ def test_structure_of_bias_gradients(case: Case, dtype: str) -> None:
 LENGTHS = (1, 5, 16, 17, 63, 64, 65, 130)
 
 
+@pytest.mark.usefixtures("general_kernels")
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize(("M", "N"), list(zip(LENGTHS, LENGTHS[3:] + LENGTHS[:3], strict=True)))
 def test_lengths_around_tiles(M: int, N: int, causal: bool) -> None:
@@ -130,6 +132,7 @@ def test_lengths_around_tiles(M: int, N: int, causal: bool) -> None:
     must_pass(small("lengths", "", M, N, causal=causal, return_lse=True, **terms), "fp16" if M % 2 else "fp32")
 
 
+@pytest.mark.usefixtures("general_kernels")
 @pytest.mark.parametrize("lowest", ["bf16", "fp32"])
 def test_a_row_of_lowest_scores_is_a_proper_softmax(lowest: str) -> None:
     bias = Bias(shape="BHMN", dtype=lowest, values="lowest")
@@ -137,17 +140,6 @@ def test_a_row_of_lowest_scores_is_a_proper_softmax(lowest: str) -> None:
 
 
 # ------------------------------------------------------------------------------ choices that small sizes do not make
-
-
-@pytest.fixture
-def _fresh_recipes() -> Iterator[None]:
-    """Recipes are cached by problem; one made under a patched rule must not outlive it, or come from before."""
-    caches = (launch._forward_recipe, launch._backward_recipe)
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
 
 
 def owner_launch(case: Case, dtype: str) -> operands.Launch:
@@ -161,7 +153,7 @@ def owner_launch(case: Case, dtype: str) -> operands.Launch:
     return found
 
 
-@pytest.mark.usefixtures("_fresh_recipes")
+@pytest.mark.usefixtures("general_kernels")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("shape", ["11MN", "1HMN"])
 @pytest.mark.parametrize(("chunks", "chunk"), [(1, 6), (2, 3), (3, 2), (6, 1)])
@@ -177,7 +169,7 @@ def test_a_shared_bias_gradient_in_chunks(
     must_pass(case, dtype)
 
 
-@pytest.mark.usefixtures("_fresh_recipes")
+@pytest.mark.usefixtures("general_kernels")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("causal-everything", "fp16"), ("cross", "fp32"), ("triangle", "fp16"), ("bias-transposed", "fp32")],

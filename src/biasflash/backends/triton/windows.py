@@ -209,11 +209,11 @@ def window_backward_kernel(
 ):  # fmt: skip
     """dq, dk, dv of windows that fit one tile, and the gradient of one bias.
 
-    delta is the row sum of p dp (of normalised p): all keys are in the tile, so nothing of out is read (and nothing of out's rounding
-    enters). STORE_DS writes the score gradients of every window, which are the gradient of a bias of full shape; SUM_DS
-    adds them up over the program's windows and writes float32 ``(M, N)`` partial sums, ordered ``(step, heads)`` with
-    OWNS_HEAD and ``(step / period, heads, period)`` without: the order in which those of one bias element lie a
-    constant distance apart. Grid: one program per head (fastest) and first window.
+    delta is the row sum of p dp, p normalised: all keys are in the tile, so nothing of out is read (and nothing of
+    out's rounding enters). STORE_DS writes the score gradients of every window, which are the gradient of a bias of
+    full shape; SUM_DS adds them up over the program's windows and writes float32 ``(M, N)`` partial sums, ordered
+    ``(step, heads)`` with OWNS_HEAD and ``(step / period, heads, period)`` without: the order in which those of one
+    bias element lie a constant distance apart. Grid: one program per head (fastest) and first window.
     """
     if EVEN_N:
         N = N // 8 * 8
