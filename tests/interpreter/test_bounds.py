@@ -128,6 +128,7 @@ WATCHED = {
 }
 
 
+@pytest.mark.usefixtures("general_kernels")
 @pytest.mark.parametrize("name", WATCHED)
 def test_every_access_lies_inside_a_tensor_of_the_launch(name: str, watch: Watch) -> None:
     result = run_case("triton", CASES[name], "cpu", "fp32")
@@ -135,7 +136,14 @@ def test_every_access_lies_inside_a_tensor_of_the_launch(name: str, watch: Watch
     assert result.status == "passed", result.message
 
 
-def test_the_cases_reach_every_kernel() -> None:
+@pytest.mark.parametrize("name", ["width-33-7", "causal-everything", "bias-11mn", "strides-unaligned", "mask-sliced"])
+def test_every_access_of_windows_lies_inside_too(name: str, watch: Watch) -> None:
+    result = run_case("triton", CASES[name], "cpu", "fp32")
+    assert not watch.faults, f"{len(watch.faults)} stray accesses, the first: {watch.faults[0]}"
+    assert result.status == "passed", result.message
+
+
+def kernels_reached() -> set[str]:
     reached = set()
     for name in WATCHED:
         call = CASES[name].build("cpu", "fp32")
@@ -144,10 +152,19 @@ def test_the_cases_reach_every_kernel() -> None:
         facts = problem.build(call.q, call.k, call.v, [*call.bias, *call.mask], kinds, causal, call.scale)
         recipes = contiguous_recipes(facts, device_facts(torch.device("cpu")))
         reached |= {launch.kernel.__name__ for r in recipes.values() for launch in r.launches}
-    kernels = ("forward", "delta", "dq", "dkdv", "dq_from_ds", "dbias", "add_chunks")
-    assert reached == {f"{kernel}_kernel" for kernel in kernels}
+    return {name.removesuffix("_kernel") for name in reached}
 
 
+@pytest.mark.usefixtures("general_kernels")
+def test_the_cases_reach_every_general_kernel() -> None:
+    assert kernels_reached() == {"forward", "delta", "dq", "dkdv", "dq_from_ds", "dbias", "add_chunks"}
+
+
+def test_the_cases_reach_the_window_kernels() -> None:
+    assert {"window_forward", "window_backward"} <= kernels_reached()
+
+
+@pytest.mark.usefixtures("general_kernels")
 @pytest.mark.parametrize(
     ("tensor", "kernel", "kind"),
     [("k", "forward", "load"), ("bias0", "forward", "load"), ("out", "forward", "store"), ("grad0", "dkdv", "store")],
@@ -160,6 +177,7 @@ def test_a_tensor_64_bytes_shorter_than_told_is_found(tensor: str, kernel: str, 
     assert found[0].endswith("addresses")
 
 
+@pytest.mark.usefixtures("general_kernels")
 def test_a_store_into_what_the_caller_owns_is_found(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     run = Launch.run
 
