@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from biasflash.cli import bench, charts, gate, providers, rows, runs, tables, timing
+from biasflash.cli import bench, charts, gate, providers, rows, runs, tables, timing, warm
 from biasflash.cli.providers import OURS, PROVIDERS, NotInstalled, Provider, Refused
 from biasflash.cli.rows import Cell, Row
 from biasflash.testing.case import Bias, Call, Case, Ceilings, Mask, floor_ms
@@ -304,6 +304,16 @@ def test_the_reference_is_made_once_for_all_providers(monkeypatch: pytest.Monkey
     assert len(cpu) >= 3
     assert len(list(runs.run([BIASED], cpu, SETTINGS, isolate=False))) == len(cpu)
     assert made == ["biased"]
+
+
+def test_compilers_are_called_ahead_in_processes_of_their_own() -> None:
+    assert warm.once(BIASED, "biasflash", rows.MODES, "cpu") == ""
+    assert "axis D = 300" in warm.once(tiny("wide", D=300, Dv=300), "biasflash", rows.MODES, "cpu")
+    late, soon = time.time() - 1, time.time() + 60
+    assert warm.warm([BIASED], ["biasflash", "eager"], rows.MODES, "cpu", 2, soon) == 1
+    assert warm.warm([BIASED], ["biasflash"], rows.MODES, "cpu", 1, late) == 0
+    assert warm.warm([BIASED], ["eager"], rows.MODES, "cpu", 2, soon) == 0  # nothing of it is compiled
+    assert warm.processes_for(torch.device("cpu")) == 0
 
 
 def crashing(call: Call) -> providers.Attend:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import biasflash
 from biasflash import __version__
-from biasflash.cli import charts, gate, rows, tables, timing
+from biasflash.cli import charts, gate, rows, tables, timing, warm
 from biasflash.cli.machine import facts
 from biasflash.cli.providers import OURS, PROVIDERS, Provider
 from biasflash.cli.rows import MODES, Cell, Row
@@ -231,6 +231,14 @@ def bench(
             help="Each provider in its own process, so that a crash spoils one row. Default: on CUDA.",
         ),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Processes that call flex and biasflash once before anything is timed, so that compiling does not eat "
+            "the budget. Default: by cores and memory on CUDA.",
+        ),
+    ] = None,
     host: Annotated[bool, typer.Option("--host", help="Also measure host time per call beside torch's SDPA.")] = False,
 ) -> None:
     """Time attention providers side by side: correctness gate first, no speed for a wrong result.
@@ -252,6 +260,12 @@ def bench(
     top = timing.ceilings(where)
     if where.type == "cuda":
         torch.cuda.empty_cache()  # the measuring process keeps nothing from the providers' processes
+    count = warm.processes_for(where) if jobs is None else jobs
+    compiled = warm.warm(
+        chosen, [p.name for p in rivals], MODE_CHOICES[mode], str(where), count, time.time() + seconds / 3
+    )
+    if compiled:
+        console.print(f"compiled ahead in {count} processes: {compiled} calls in {time.time() - start:.0f} s")
     figures = f"{top.products / 1e12:.3g} TFLOP/s, {top.bytes / 1e12:.3g} TB/s, {top.exps:.2g} exponentials/s"
     console.print(f"ceilings measured on {where}: {figures}")
     settings = Settings(
