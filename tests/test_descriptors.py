@@ -14,7 +14,7 @@ from biasflash.backends.triton.backward_plan import BackwardPlan
 from biasflash.backends.triton.forward_plan import forward_recipe
 from biasflash.backends.triton.operands import Device, Layout
 from biasflash.problem import Problem, Term
-from biasflash.testing.descriptors import Descriptor, descriptors
+from biasflash.testing.descriptors import NOTHING, Descriptor, descriptors
 from biasflash.testing.offline import compile_launch, meta_tensors
 
 H200 = Device(shared_memory=232448, multiprocessors=132)
@@ -30,22 +30,25 @@ LISTING = """
         /*0160*/                   UIADD3 UR10, UP1, UR6, 0x20, URZ ;                  /* 0x0 */
         /*0170*/                   UIADD3.X UR11, UR6, -0x3ffffff0, URZ, UP1, !UPT ;   /* 0x0 */
         /*0180*/                   UIADD3.64 UR42, UR30, 0x20, URZ ;                   /* 0x0 */
-        /*0190*/                   UMOV UR46, c[0x0][0x210] ;                          /* 0x0 */
+        /*0190*/                   ULDC.64 UR46, c[0x0][0x210] ;                       /* 0x0 */
         /*01a0*/                   HGMMA.64x16x16.F32.BF16 R24, R92, gdesc[UR28].tnspB, R24 ;   /* 0x0 */
         /*01b0*/                   HGMMA.64x16x16.F32.BF16 R24, R92, gdesc[UR8].tnspB, R24 ;    /* 0x0 */
         /*01c0*/                   HGMMA.64x16x16.F32.BF16 R24, R92, gdesc[UR40].tnspB, R24 ;   /* 0x0 */
         /*01d0*/                   HGMMA.64x16x16.F32.BF16 R24, R92, gdesc[UR44].tnspB, R24 ;   /* 0x0 */
+        /*01e0*/                   UIADD3.64 UR50, UR60, 0x2, URZ ;                    /* 0x0 */
+        /*01f0*/                   HGMMA.64x16x16.F32.BF16 R24, R92, gdesc[UR48].tnspB, R24 ;   /* 0x0 */
 """
 
 
 def test_descriptors_are_followed() -> None:
     """The second product's descriptor is an address that was never shifted, as ptxas made it once."""
-    right, wrong, next_row, unknown = descriptors(LISTING)
+    right, wrong, next_row, unknown, empty = descriptors(LISTING)
     assert right == Descriptor("01a0", 0x340, 0xC0000010)
     assert wrong == Descriptor("01b0", 0x420, 0xC0000410)
     assert next_row == Descriptor("01c0", 0x360, 0xC0000010)
     assert unknown.low is None
-    assert [d.is_inside(0x4000) for d in (right, wrong, next_row, unknown)] == [True, False, True, True]
+    assert empty == Descriptor("01f0", NOTHING, NOTHING), "made of a register that nothing was written to"
+    assert [d.is_inside(0x4000) for d in (right, wrong, next_row, unknown, empty)] == [True, False, True, True, False]
     assert not right.is_inside(0x2000)
 
 

@@ -1,8 +1,8 @@
 """Where Hopper's matrix products read shared memory, followed through the machine code of one kernel.
 
-ptxas 12.8 was seen to hand the products of one float32 kernel descriptors made of the wrong uniform register: operands
-from beyond the program's shared memory, an illegal access on the GPU and nothing at all in an interpreter. So the
-scalar registers of a listing are evaluated here, in order, and every descriptor is looked at.
+ptxas 12.8 was seen to hand the products of float32 kernels that fill all registers descriptors made of the wrong
+uniform register, or of one that nothing was ever written to: an illegal access or NaN on the GPU, and nothing at all in
+an interpreter. So the scalar registers of a listing are evaluated here, in order, and every descriptor is looked at.
 
 A descriptor's low word holds the address in units of 16 bytes (bits 0 to 13) and the leading offset (from bit 16 on);
 its high word the stride offset in units of 16 bytes (bits 0 to 13) and the swizzle mode (bits 30 and 31): PTX ISA,
@@ -18,27 +18,25 @@ from dataclasses import dataclass, field
 _WORD = 0xFFFFFFFF
 _FIRST_BYTE = 0x400  # shared memory starts behind 1 KiB that the system keeps
 _STRIDES = tuple(2**i for i in range(8))
+#: what a uniform register holds that is read before anything was written to it
+NOTHING = -1
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """One operand of one product: where in the code, and its two words (None: not followed)."""
+    """One operand of one product: where in the code, and its two words (None: not followed, ``NOTHING``)."""
 
     at: str
     low: int | None
     high: int | None
 
     def is_inside(self, shared: int) -> bool:
-        """Whether it points into ``shared`` bytes of shared memory, with a stride that a tile can have."""
-        if self.low is None or self.high is None:
-            return True
-        address = (self.low & 0x3FFF) << 4
-        return (
-            _FIRST_BYTE <= address < _FIRST_BYTE + shared
-            and not self.high & 0x3FFF0000
-            and self.high & 0x3FFF in _STRIDES
-        )
+        """Whether what is known points into ``shared`` bytes of shared memory, with a stride that a tile can have."""
+        if NOTHING in (self.low, self.high):
+            return False
+        fits = self.low is None or _FIRST_BYTE <= (self.low & 0x3FFF) << 4 < _FIRST_BYTE + shared
+        return fits and (self.high is None or (not self.high & 0x3FFF0000 and self.high & 0x3FFF in _STRIDES))
 
 
 @dataclass
@@ -54,8 +52,13 @@ class _Registers:
             return 0
         if re.fullmatch(r"-?0x[0-9a-f]+", name):
             return int(name, 16) & _WORD
-        value = self.values.get(name.removeprefix("-"))
-        return (-value & _WORD) if value is not None and name.startswith("-") else value
+        value = self._held(name.removeprefix("-"))
+        if value is None or value == NOTHING:
+            return value
+        return -value & _WORD if name.startswith("-") else value
+
+    def _held(self, name: str) -> int | None:
+        return self.values.get(name, NOTHING if re.fullmatch(r"UR\d+", name) else None)
 
     def read_pair(self, operand: str) -> int | None:
         """A 64-bit operand: a constant, or a register and its successor."""
@@ -65,7 +68,9 @@ class _Registers:
             return 0
         if not re.fullmatch(r"U?R\d+", operand):
             return None
-        low, high = (self.values.get(name) for name in _pair(operand))
+        low, high = (self._held(name) for name in _pair(operand))
+        if NOTHING in (low, high):
+            return NOTHING
         return None if low is None or high is None else low | high << 32
 
 
@@ -116,6 +121,8 @@ def _logic(values: list[int | None], table: int) -> int | None:
 def _evaluate(registers: _Registers, operation: str, operands: list[str]) -> int | None:
     """What an instruction writes, if it is one of those that descriptors are made with."""
     read, inputs = registers.read, operands[1:]
+    if NOTHING in map(read, inputs):
+        return NOTHING
     if operation in ("UMOV", "MOV", "R2UR", "IMAD.MOV.U32"):
         return read(operands[-1])
     if operation == "S2UR":
@@ -144,10 +151,13 @@ def _step(registers: _Registers, guarded: bool, operation: str, operands: list[s
         return
     wide = operation.endswith((".WIDE", ".WIDE.U32", ".64"))
     if operation == "UIADD3.64":
+        low, high = _pair(target)
         terms = [registers.read_pair(x) for x in operands[1:4]]
+        if NOTHING in terms:
+            registers.values[low] = registers.values[high] = NOTHING
+            return
         known = [x for x in terms if x is not None]
         total = sum(known) % 2**64 if len(known) == len(terms) and not guarded else None
-        low, high = _pair(target)
         registers.values[low] = None if total is None else total & _WORD
         registers.values[high] = None if total is None else total >> 32
         return
@@ -177,6 +187,6 @@ def descriptors(sass: str) -> list[Descriptor]:
                 continue
             first = int(group[1])  # two words of the first operand (unless it is in registers), two of the second
             for low in (first + 2,) if operands[1].startswith("R") else (first, first + 2):
-                words = (registers.values.get(f"UR{low}"), registers.values.get(f"UR{low + 1}"))
+                words = (registers.read(f"UR{low}"), registers.read(f"UR{low + 1}"))
                 found.append(Descriptor(at, *words))
     return found

@@ -23,8 +23,9 @@ class StripRule:
 
 #: Registers and spills are those that ptxas reports for a shared bias. Where tensor cores take their operands from
 #: registers (sm_80 to sm_89, sm_120), strips cost more of them than they spare: D 80 in float32 spills 752 bytes in dq
-#: on sm_80, whole none; bfloat16 spills 72, whole none. float32 stays whole on Hopper too: the
-#: forward kernel of two strips for a width of 96 gave NaN on an H200, for a reason not found.
+#: on sm_80, whole none; bfloat16 spills 72, whole none. float32 stays whole on Hopper too: of the
+#: forward kernel of two strips for a width of 96, which needs every register, ptxas 12.8 makes code that reads uniform
+#: registers nothing was written to (``testing.descriptors``): NaN on an H200.
 RULES: tuple[StripRule, ...] = (
     StripRule(
         itemsize=2,
