@@ -26,7 +26,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 #: bytes of shared memory that one program may take, and multiprocessors: A100, H200, B200
 DEVICES = {
     80: Device(shared_memory=166912, multiprocessors=108, capability=80),
-    90: Device(shared_memory=232448, multiprocessors=132),
+    90: Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200"),  # with its table of measured tiles
     100: Device(shared_memory=232448, multiprocessors=148, capability=100),
 }
 

@@ -42,7 +42,7 @@ def device_facts(device: torch.device) -> Device:
         shared_memory=getattr(found, "shared_memory_per_block_optin", 65536),
         multiprocessors=found.multi_processor_count,
         capability=found.major * 10 + found.minor,
-        gpu=found.name,
+        gpu=getattr(found, "name", ""),
     )
 
 
