@@ -123,7 +123,7 @@ CASES = [
 
 
 #: float32 windows of more than 64 tokens, and wider than 32, go to the general kernels
-SHORT = [c for c in CASES if max(c.M, c.N) <= 64 and max(c.D, c.Dv) <= 32]
+SHORT = [c for c in CASES if max(c.M, c.N) <= 64 and max(c.D, c.Dv) <= 32][::2]  # every other one: half the time
 
 
 @pytest.mark.usefixtures("_windows_only")
