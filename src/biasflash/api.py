@@ -271,7 +271,7 @@ def explain(
     """Which backend ``attention`` would take for these arguments, which tiles, and why the others were passed over."""
     plan.check_backend(backend)
     q, k, v = problem.check_tensors(ATTENTION, q, k, v)
-    problem.check_qkv(q, k, v)
+    problem.check_inputs(ATTENTION, (q, k, v))
     terms, kinds = problem.gather_terms(bias, mask, q, k.shape[-3])
     alignment, scale = problem.check_causal(causal), problem.check_scale(scale)
     return plan.explain(problem.build(q, k, v, terms, kinds, alignment, scale), backend)

@@ -224,8 +224,14 @@ def check_tensors(door: Door, *values: object) -> list[Tensor]:
     for (name, axes), value in zip(door.axes.items(), values, strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor of axes ({axes}), got {type(value).__name__}")
+        _check_layout(name, value)
         tensors.append(value)
     return tensors
+
+
+def _check_layout(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:  # sparse, nested (jagged), MKL-DNN: no strides to read it by
+        raise TypeError(f"{name} has layout {tensor.layout}; accepted: torch.strided (write {name}.to_dense())")
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -236,9 +242,8 @@ def _listed(words: Sequence[str]) -> str:
 def check_inputs(door: Door, tensors: Sequence[Tensor], *, grouped: bool = True) -> None:
     """Shapes, dtypes and devices of a door's tensors against its axis legends; raises with the axis at fault.
 
-    Without ``grouped`` there must be as many key heads as query heads. Sizes may be symbols of a traced graph: they
-    are compared one by one, since ``in`` and ``==`` of containers would compare a symbol and a number by identity.
-    """
+    Without ``grouped`` as many key heads as query heads. Sizes may be symbols of a traced graph, compared one by one:
+    ``in`` and ``==`` of containers would go by identity."""
     names, first = list(door.axes), tensors[0]
     batch = first.dim() - len(door.axes[names[0]].split()) + 1
     bound: Bound = {}
@@ -300,15 +305,11 @@ def _check_sizes(door: Door, bound: Bound, grouped: bool) -> None:
                 )
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """``check_inputs`` of the library's own door."""
-    check_inputs(ATTENTION, (q, k, v))
-
-
 def check_term(name: str, term: Tensor, q: Tensor, keys: int, door: Door = ATTENTION) -> None:
     """A bias or mask must broadcast, right-aligned, to ``(*B, Hq, M, N)`` and live on q's device."""
     *batch, queries, heads, _ = q.shape
     full = (*batch, heads, queries, keys)
+    _check_layout(name, term)
     if term.device != q.device:
         owner = next(iter(door.axes))
         raise ValueError(f"{name} is on {term.device}, {owner} is on {q.device}; move it with .to({owner}.device)")
@@ -380,10 +381,8 @@ def _kind_of(name: str, value: Tensor, kind: Kind, door: Door) -> str:
 
 def check_causal(causal: object) -> str:
     """``False | True | "bottom-right" | "top-left"`` -> one of ``CAUSAL``; True means bottom-right."""
-    if causal is False:
-        return "none"
-    if causal is True:
-        return "bottom-right"
+    if isinstance(causal, bool):
+        return "bottom-right" if causal else "none"
     if isinstance(causal, str) and causal in CAUSAL[1:]:
         return causal
     raise ValueError(f'causal must be False, True (= "bottom-right"), "bottom-right" or "top-left", got {causal!r}')

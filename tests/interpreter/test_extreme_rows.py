@@ -34,13 +34,18 @@ CASES: dict[str, tuple[dict[str, int], tuple[int, ...], bool | str]] = {
 }
 
 
+@pytest.mark.usefixtures("general_kernels")
+@pytest.mark.parametrize("highest", [False, True], ids=["", "and the highest number"])
 @pytest.mark.parametrize("name", CASES)
-def test_extreme_rows(name: str) -> None:
+def test_extreme_rows(name: str, highest: bool) -> None:
+    """The highest number as "always attend": a score that overflows in base 2 sends all rows to the second pass."""
     sizes, shape, causal = CASES[name]
     torch.manual_seed(0)
     B, M, N = sizes["batch"], sizes["M"], sizes["N"]
     q, k, v = torch.randn(B, M, 4, 16), torch.randn(B, N, 2, 16), torch.randn(B, N, 2, 16)
     bias, dout, dlse = _bias(*shape), torch.randn(B, M, 4, 16).half(), torch.randn(B, 4, M)
+    if highest:
+        bias[..., 3 % shape[-2], 0] = torch.finfo(torch.float32).max
     found = []
     for backend in ("triton", "reference"):
         dtype = torch.float16 if backend == "triton" else torch.float64
@@ -57,3 +62,15 @@ def test_extreme_rows(name: str) -> None:
         scale = found[1][3].double().abs().amax(-1)
         error = (found[0][3].double() - found[1][3].double()).abs().amax(-1)
         assert (error <= 5e-3 * scale + 1e-4).all()
+
+
+@pytest.mark.usefixtures("general_kernels")
+def test_a_bias_of_one_key_column_moves_no_weight() -> None:
+    """The same number for all keys of a row: its gradient is 0, not what rounding of ``out`` leaves of a sum."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 20, 2, 16).half().requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 20, 1, requires_grad=True)
+    out = biasflash.attention(q, k, v, bias, backend="triton")
+    assert isinstance(out, torch.Tensor)
+    (found,) = torch.autograd.grad(out, bias, torch.randn_like(out))
+    assert not found.any()

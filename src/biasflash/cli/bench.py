@@ -203,6 +203,24 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=240)
 
 
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Processes that call flex and biasflash once before anything is timed, so that compiling does not eat "
+        "the budget. Default: by cores and memory on CUDA.",
+    ),
+]
+
+
+def _compile_ahead(
+    cases: Sequence[Case], providers: Sequence[Provider], modes: tuple[str, ...], where: torch.device, jobs: int | None
+) -> int:
+    """Calls that filled the compilers' caches, in a third of a usual budget at most."""
+    count = warm.processes_for(where) if jobs is None else jobs
+    return warm.warm(cases, [p.name for p in providers], modes, str(where), count, time.time() + 150.0)
+
+
 def bench(
     cases: Annotated[
         str | None,
@@ -231,14 +249,7 @@ def bench(
             help="Each provider in its own process, so that a crash spoils one row. Default: on CUDA.",
         ),
     ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Processes that call flex and biasflash once before anything is timed, so that compiling does not eat "
-            "the budget. Default: by cores and memory on CUDA.",
-        ),
-    ] = None,
+    jobs: Jobs = None,
     host: Annotated[bool, typer.Option("--host", help="Also measure host time per call beside torch's SDPA.")] = False,
 ) -> None:
     """Time attention providers side by side: correctness gate first, no speed for a wrong result.
@@ -260,21 +271,11 @@ def bench(
     top = timing.ceilings(where)
     if where.type == "cuda":
         torch.cuda.empty_cache()  # the measuring process keeps nothing from the providers' processes
-    count = warm.processes_for(where) if jobs is None else jobs
-    compiled = warm.warm(
-        chosen, [p.name for p in rivals], MODE_CHOICES[mode], str(where), count, time.time() + seconds / 3
-    )
-    if compiled:
-        console.print(f"compiled ahead in {count} processes: {compiled} calls in {time.time() - start:.0f} s")
+    if compiled := _compile_ahead(chosen, rivals, MODE_CHOICES[mode], where, jobs):
+        console.print(f"compiled ahead: {compiled} calls in {time.time() - start:.0f} s")
     figures = f"{top.products / 1e12:.3g} TFLOP/s, {top.bytes / 1e12:.3g} TB/s, {top.exps:.2g} exponentials/s"
     console.print(f"ceilings measured on {where}: {figures}")
-    settings = Settings(
-        device=str(where),
-        modes=MODE_CHOICES[mode],
-        ceilings=top,
-        deadline=start + seconds,
-        budget_ms=timing.REPETITION_MS,
-    )
+    settings = Settings(device=str(where), modes=MODE_CHOICES[mode], ceilings=top, deadline=start + seconds)
     found = _collect(chosen, rivals, settings, where.type == "cuda" if isolate is None else isolate, console)
     times = host_section(where) if host else []
     console.print(tables.report(found, settings.modes))

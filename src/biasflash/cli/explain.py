@@ -82,7 +82,7 @@ def explain(
     masks = [torch.empty(_sizes("--mask", text), dtype=torch.bool, device="meta") for text in mask or ()]
     try:
         plan.check_backend(backend)
-        problem.check_qkv(query, key, value)
+        problem.check_inputs(problem.ATTENTION, (query, key, value))
         terms, kinds = problem.gather_terms(biases, masks, query, key.shape[-3])
         alignment = problem.check_causal(_causal(causal))
         facts = problem.build(query, key, value, terms, kinds, alignment, problem.check_scale(scale))

@@ -245,6 +245,7 @@ _VALUES = [
     _refuse("causal None", ValueError, _with(causal=None), "causal must be False", "got None"),
     _refuse("causal 1", ValueError, _with(causal=1), "causal must be False", "got 1"),
     _refuse("scale infinite", ValueError, _with(scale=math.inf), "scale must be finite", "inf"),
+    _refuse("sparse bias", TypeError, _with(bias=torch.eye(8).to_sparse()), "bias has layout torch.sparse_coo"),
     _refuse("scale NaN", ValueError, _with(scale=math.nan), "scale must be finite", "nan"),
     _refuse("unknown backend", ValueError, _with(backend="cuda"), "backend='cuda' is unknown", "'triton'", "'cpu'"),
 ]

@@ -20,6 +20,8 @@ LOWEST = tl.constexpr(-1.0e38)
 COARSE = tl.constexpr(2.0**-30)
 # One FMA rounds lse log2(e) to 24 bits: below this a weight is off by 1e-4 at most, a twentieth of bfloat16's rounding.
 EXTREME = tl.constexpr(2048.0)
+# Above this a score times log2(e) may overflow; its head then takes the second pass with all its rows.
+HIGHEST = tl.constexpr(1.0e38)
 
 
 @triton.jit
@@ -77,19 +79,33 @@ def row_reference(lse, PAIR: tl.constexpr, RARE: tl.constexpr = False):
 
 
 @triton.jit
-def extreme_reference(lse):
-    """``row_reference`` of the second pass: lse of extreme rows, +inf for all others."""
-    return tl.where(is_extreme(lse), lse, float("inf"))
+def extreme_flag(lse):
+    """For a tile of rows: 0 if none is extreme, 2 if the scores of one may overflow in base 2, else 1 (float32)."""
+    flag = is_extreme(lse).to(tl.float32) + ((lse > HIGHEST) & is_extreme(lse)).to(tl.float32)
+    return tl.max(flag, 0)
 
 
 @triton.jit
-def head_has_extreme(flags, tiles):
-    """Whether any of one head's ``tiles`` flags (float32) is set."""
+def is_met_again(lse, flag):
+    """Rows of the second pass, given their tile's or head's flag."""
+    return tl.where(flag > 1.0, True, is_extreme(lse))
+
+
+@triton.jit
+def extreme_reference(lse, flag):
+    """``row_reference`` of the second pass: lse of its rows, +inf for others and for those that saw nothing."""
+    met = is_met_again(lse, flag) & (lse != float("-inf"))
+    return tl.where(met, lse, float("inf"))
+
+
+@triton.jit
+def head_flag(flags, tiles):
+    """The largest of one head's ``tiles`` flags (see ``extreme_flag``)."""
     found = 0.0
     for i in range(0, tiles, 64):
         at = i + tl.arange(0, 64)
         found = tl.maximum(found, tl.max(tl.load(flags + at, mask=at < tiles, other=0.0), 0))
-    return found > 0.0
+    return found
 
 
 @triton.jit

@@ -21,9 +21,10 @@ from biasflash.tile.memory import (
 from biasflash.tile.score import score_grad_tile, score_tile
 from biasflash.tile.softmax import (
     LOG2E,
+    extreme_flag,
     extreme_reference,
-    head_has_extreme,
-    is_extreme,
+    head_flag,
+    is_met_again,
     load_row_statistics,
     probability,
     row_reference,
@@ -77,7 +78,7 @@ def delta_kernel(
     reference = row_reference(lse, PAIR, RARE)
     delta = tl.where(lse == float("-inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
     if RARE:
-        tl.store(rare_ptr + head * tiles + tile, tl.max(is_extreme(lse).to(tl.float32), 0))
+        tl.store(rare_ptr + head * tiles + tile, extreme_flag(lse))
     head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
@@ -152,13 +153,16 @@ def dkdv_kernel(
         if STORE_DS:
             ds_base = ds_ptr + head_offset(b, h, ds_strides, sizes, DS_VEC)
             store_unseen(ds_base, ds_strides, start, k_at, q_local, k_local, k_own, M, DS_VEC, WIDE, BLOCK_M, BLOCK_N)
+        flag = 0.0
+        if RARE:
+            flag = head_flag(rare_ptr + head * rare_tiles, rare_tiles)
         # query tiles on the diagonal, those that see every key of the tile, and extreme rows if there are any
         for phase in tl.static_range(3):
             if phase == 1 or (phase == 0 and (IS_CAUSAL or LISTS)) or (phase == 2 and RARE):
                 lo = full_start if phase == 1 else start
                 hi = M if phase else tl.minimum(full_start, M)
                 if phase == 2:
-                    hi = tl.where(head_has_extreme(rare_ptr + head * rare_tiles, rare_tiles), M, start)
+                    hi = tl.where(flag > 0.0, M, start)
                     if STORE_DS:
                         tl.debug_barrier()  # other threads may have stored the zeros that are now overwritten
                 if LISTS and phase != 2:
@@ -167,6 +171,8 @@ def dkdv_kernel(
                     entries, hi = list_part(listed, q_tiles, phase == 1)
                     lo = 0
                     entry = tl.load(entries)  # a step ahead, as in the forward pass
+                if RARE and phase != 2:
+                    hi = tl.where(flag > 1.0, lo, hi)
                 met_bases = chosen(bases, UNLISTED) if phase == 1 else bases
                 met_strides = chosen(term_strides, UNLISTED) if phase == 1 else term_strides
                 for step in tl.range(
@@ -190,9 +196,9 @@ def dkdv_kernel(
                     if PAIR or phase == 2:
                         low = tl.load(low_row + q_at + q_rows) * LOG2E
                     if phase == 2:
-                        reference = extreme_reference(tl.load(lse_row + q_at + q_rows))
-                        q_own = q_own & (reference != float("inf"))
-                        reference = tl.where(q_own, reference, float("inf"))
+                        lse = tl.load(lse_row + q_at + q_rows)
+                        q_own = q_own & is_met_again(lse, flag)
+                        reference = tl.where(q_own, extreme_reference(lse, flag), float("inf"))
                     dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
                     y = score_tile(
                         dot_strips(k, q, PRECISION), terms, (q_at + q_local)[None, :], (k_at + k_local)[:, None],
@@ -228,13 +234,13 @@ def dkdv_kernel(
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr, dq_ptr,
-    row_sum_ptr, term_ptrs,
+    term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides,
     M, N, heads, group, batch, shift, scale, lists_ptr, plane_strides,
     TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr,
-    DQ_VEC: tl.constexpr, WANT_DQ: tl.constexpr, HAS_DLSE: tl.constexpr, SUM_ROWS: tl.constexpr, WIDE: tl.constexpr,
+    DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TAIL: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -242,9 +248,8 @@ def dq_kernel(
 ):  # fmt: skip
     """dq = scale ds k of a query tile, scores recomputed.
 
-    Computes delta first and stores it for the kernels that follow, which saves a launch and a pass over out and dout;
-    SUM_ROWS writes the sums of ds over keys, float32 ``(*B Hq M)``. Grid: one program per query tile, batch item, head.
-    LISTS: as in the forward pass.
+    Computes delta first and stores it for the kernels that follow, which saves a launch and a pass over out and dout.
+    Grid: one program per query tile, batch item, head. LISTS: as in the forward pass.
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -282,23 +287,21 @@ def dq_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at)
     delta = tl.where(lse == float("-inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
-    has_extreme = False
+    flag = 0.0
     if RARE:
-        flag = tl.max(is_extreme(lse).to(tl.float32), 0)
+        flag = extreme_flag(lse)
         tl.store(rare_ptr + head * tiles + q_start // BLOCK_M, flag)
-        has_extreme = flag > 0.0
     head = head * statistics_pitch(M, TAIL)
     store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
     acc_dq = zero_strips(BLOCK_M, D_STRIPS)
-    acc_row = tl.zeros([BLOCK_M], tl.float32)
     full_end, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
     for phase in tl.static_range(3 if RARE else 2):  # as in the forward pass, then extreme rows if there are any
         lo = full_end if phase == 1 else 0
         hi = end if phase else full_end
         if phase == 2:
-            hi = tl.where(has_extreme, end, 0)
-            reference = extreme_reference(lse)
+            hi = tl.where(flag > 0.0, end, 0)
+            reference = extreme_reference(lse, flag)
             low = tl.load(low_ptr + at) * LOG2E
         if LISTS and phase != 2:
             k_tiles = tl.cdiv(N, BLOCK_N)
@@ -306,6 +309,8 @@ def dq_kernel(
             entries, hi = list_part(listed, k_tiles, phase == 0)
             lo = 0
             entry = tl.load(entries)  # a step ahead, as in the forward pass
+        if RARE and phase != 2:
+            hi = tl.where(flag > 1.0, lo, hi)
         met_bases = bases if phase else chosen(bases, UNLISTED)
         met_strides = term_strides if phase else chosen(term_strides, UNLISTED)
         for step in tl.range(lo, hi, 1 if LISTS and phase != 2 else BLOCK_N, num_stages=1 if phase == 2 else STAGES):
@@ -335,16 +340,10 @@ def dq_kernel(
             dp = dot_strips(dout, v, PRECISION)  # [M, N]
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 2)
             ds = score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
-            if SUM_ROWS:
-                acc_row += tl.sum(ds, 1)
-            if WANT_DQ:
-                acc_dq = add_dots(acc_dq, ds.to(k[0].dtype), k, PRECISION)  # [M, D]
+            acc_dq = add_dots(acc_dq, ds.to(k[0].dtype), k, PRECISION)  # [M, D]
 
-    if SUM_ROWS:
-        tl.store(row_sum_ptr + at, acc_row, mask=q_own)
-    if WANT_DQ:
-        dq_base = dq_ptr + head_offset(b, h, dq_strides, sizes, DQ_VEC)
-        store_strips(dq_base, q_at, q_local, dq_strides, q_own, scale_strips(acc_dq, scale), D, D_STRIPS, DQ_VEC, WIDE)
+    dq_base = dq_ptr + head_offset(b, h, dq_strides, sizes, DQ_VEC)
+    store_strips(dq_base, q_at, q_local, dq_strides, q_own, scale_strips(acc_dq, scale), D, D_STRIPS, DQ_VEC, WIDE)
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])

@@ -60,11 +60,11 @@ def split_index(owner, item, sizes, heads, OWNS: tl.constexpr):
 
 
 @triton.jit
-def chunk_has_extreme(
+def chunk_flag(
     flags, tiles, q_at, owner, first, last, sizes, heads,
     OWNS: tl.constexpr, RARE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Whether a query tile has extreme rows in any of the (batch item, head) pairs from ``first`` to ``last``."""
+    """The largest flag of a query tile among the (batch item, head) pairs from ``first`` to ``last``."""
     found = 0.0
     for i in range(first, last, 64):
         item = i + tl.arange(0, 64)
@@ -72,7 +72,7 @@ def chunk_has_extreme(
         row = flags + (b * heads + h) * tiles
         for t in range(q_at // RARE_BLOCK, (q_at + BLOCK_M - 1) // RARE_BLOCK + 1):
             found = tl.maximum(found, tl.max(tl.load(row + tl.minimum(t, tiles - 1)), 0))
-    return found > 0.0
+    return found
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk", "rare_tiles"])
@@ -125,13 +125,13 @@ def dbias_kernel(
         term_bases(term_ptrs, term_strides, b, h, sizes, TERMS), term_strides, q_at, k_at, q_rows[:, None],
         k_local[None, :], k_own[None, :], TERMS, WIDE, SHORT_N,
     )  # fmt: skip
+    flag = 0.0
+    if RARE:
+        flag = chunk_flag(rare_ptr, rare_tiles, q_at, owner, first, last, sizes, heads, OWNS, RARE_BLOCK, BLOCK_M)
     for phase in tl.static_range(2 if RARE else 1):  # all rows, then extreme ones if there are any
         hi = last
-        if phase:
-            rare = chunk_has_extreme(
-                rare_ptr, rare_tiles, q_at, owner, first, last, sizes, heads, OWNS, RARE_BLOCK, BLOCK_M
-            )
-            hi = tl.where(rare, last, first)
+        if RARE:
+            hi = tl.where(flag > 0.0, last, first) if phase else tl.where(flag > 1.0, first, last)
         for item in tl.range(first, hi, num_stages=1 if phase else STAGES):
             b, h = split_index(owner, item, sizes, heads, OWNS)
             q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC, WIDE_HEADS)
@@ -160,7 +160,7 @@ def dbias_kernel(
                 low = tl.load(low_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows) * LOG2E
             if phase:
                 lse = tl.load(lse_ptr + wide_if(index, WIDE_HEADS) * M + q_at + q_rows)
-                reference = extreme_reference(lse)
+                reference = extreme_reference(lse, flag)
             dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
             v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
             y = score_tile(

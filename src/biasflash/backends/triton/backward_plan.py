@@ -22,7 +22,8 @@ class BackwardPlan:
     """The backward pass. Which structure a bias gradient takes follows from its shape:
 
     * full shape: the dkdv kernel stores every score gradient into it, and dq is read back from it;
-    * one query row (or one key column) for all: sums inside dkdv (dq), float32 of length N (M) a head, added up after;
+    * one query row for all: sums inside dkdv, float32 of length N a head, added up after;
+    * one key column for all: no kernel, since score gradients of a row sum to the gradient of its log-sum-exp;
     * shared by batch items or heads: an owner kernel loops over them.
 
     ``rows`` holds q, k, v, out, dout and those of dq, dk, dv that are wanted; ``grads`` the wanted term gradients by
@@ -59,7 +60,7 @@ class BackwardPlan:
         self.tail = self.ops.tile("dkdv")[0].block_m  # see tile.softmax.store_row_statistics
         statistics = self.heads * (triton.cdiv(problem.M, self.tail) + 1) * self.tail
         self.scratch = {"delta": statistics, "reference": statistics}
-        self.runs_dq = (self.want["dq"] and not self.reads_ds) or bool(self.by_structure["rows"])
+        self.runs_dq = self.want["dq"] and not self.reads_ds
         self.rare_block = self.ops.tile("dq" if self.runs_dq else "delta")[0].block_m
         self.rare_tiles = triton.cdiv(problem.M, self.rare_block)
         self.rare = self.ops.constants["USE_LOW"] and problem.dtype != torch.float32
@@ -104,15 +105,15 @@ class BackwardPlan:
             return windows
         launches = tuple(self._launches())
         sums = []
-        for name, length, shape in (("rows", p.M, (p.M, 1)), ("columns", p.N, (1, p.N))):
-            for i in self.by_structure[name]:
-                self.scratch[f"{name}_sums"] = self.heads * length
-                sums.append(Sum(scratch=f"{name}_sums", shape=(*p.batch, p.Hq, *shape), grad=i))
+        for i in self.by_structure["columns"]:
+            self.scratch["columns_sums"] = self.heads * p.N
+            sums.append(Sum(scratch="columns_sums", shape=(*p.batch, p.Hq, 1, p.N), grad=i))
         copies = tuple((self.stored[0], i) for i in self.stored[1:])
         return Recipe(
             launches=launches,
             scratch=tuple(self.scratch.items()),
             sums=tuple(sums),
+            rows=tuple(self.by_structure["rows"]),
             copies=copies,
             chunked=tuple(self.chunked),
         )
@@ -167,15 +168,11 @@ class BackwardPlan:
         return {"ds_ptr": Slot(name), "ds_strides": view.codes, "DS_VEC": view.vec}
 
     def _dq(self) -> Launch:
-        sums = bool(self.by_structure["rows"])
         return self.ops.launch(
             backward.dq_kernel,
             "dq",
             ("q", "k", "v", "dout", "out", "dq"),
             lambda tile: triton.cdiv(self.problem.M, tile.block_m) * self.heads,
-            row_sum_ptr=Slot("rows_sums" if sums else "delta"),
-            WANT_DQ=self.want["dq"] and not self.reads_ds,
-            SUM_ROWS=sums,
             **self._walk("dq"),
             **self._statistics(),
         )

@@ -166,6 +166,12 @@ def _finish(recipe: Recipe, grads: dict[int, Tensor], tensors: dict[str, Tensor]
     for total in recipe.sums:
         grad = grads[total.grad]
         grad.copy_(tensors[total.scratch].view(total.shape).sum_to_size(grad.shape))
+    for i in recipe.rows:
+        if "dlse" in tensors:
+            dlse = torch.where(tensors["lse"] == float("-inf"), 0.0, tensors["dlse"])  # nothing seen: it may be NaN
+            grads[i].copy_(dlse[..., None].sum_to_size(grads[i].shape))
+        else:
+            grads[i].zero_()
     for first, other in recipe.copies:
         grads[other].copy_(grads[first])
     for i in recipe.chunked:
