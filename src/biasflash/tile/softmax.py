@@ -99,9 +99,11 @@ def extreme_reference(lse, flag):
 
 
 @triton.jit
-def head_flag(flags, tiles):
-    """The largest of one head's ``tiles`` flags (see ``extreme_flag``)."""
+def head_flag(flags, tiles, RARE: tl.constexpr):
+    """The largest of one head's ``tiles`` flags (see ``extreme_flag``); 0 without RARE."""
     found = 0.0
+    if not RARE:
+        return found
     for i in range(0, tiles, 64):
         at = i + tl.arange(0, 64)
         found = tl.maximum(found, tl.max(tl.load(flags + at, mask=at < tiles, other=0.0), 0))

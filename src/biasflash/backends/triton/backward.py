@@ -114,6 +114,7 @@ def dkdv_kernel(
 ):  # fmt: skip
     """dk and dv of a key tile, summed over the group of query heads that share it, in order.
 
+    Phases: query tiles on the diagonal, those that see every key of the tile, and extreme rows if there are any.
     STORE_DS also writes every score gradient into ``ds_ptr``, which is the gradient of a bias of full shape;
     SUM_COLUMNS writes its sums over queries, float32 ``(*B Hq N)``. Grid: one program per key tile, batch item and key
     head. LISTS: query tiles come from the lists of ``list_kernel``, as key tiles do in the forward pass.
@@ -138,7 +139,6 @@ def dkdv_kernel(
     acc_dk = zero_strips(BLOCK_N, D_STRIPS)
     acc_dv = zero_strips(BLOCK_N, DV_STRIPS)
     start, full_start = query_span(k_at, M, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
-
     for member in range(0, group if IS_GROUPED else 1):
         h = kv_head * group + member
         head = wide(b) * heads + h
@@ -153,10 +153,7 @@ def dkdv_kernel(
         if STORE_DS:
             ds_base = ds_ptr + head_offset(b, h, ds_strides, sizes, DS_VEC)
             store_unseen(ds_base, ds_strides, start, k_at, q_local, k_local, k_own, M, DS_VEC, WIDE, BLOCK_M, BLOCK_N)
-        flag = 0.0
-        if RARE:
-            flag = head_flag(rare_ptr + head * rare_tiles, rare_tiles)
-        # query tiles on the diagonal, those that see every key of the tile, and extreme rows if there are any
+        flag = head_flag(rare_ptr + head * rare_tiles, rare_tiles, RARE)
         for phase in tl.static_range(3):
             if phase == 1 or (phase == 0 and (IS_CAUSAL or LISTS)) or (phase == 2 and RARE):
                 lo = full_start if phase == 1 else start
@@ -222,7 +219,6 @@ def dkdv_kernel(
                             )  # fmt: skip
         if SUM_COLUMNS:
             tl.store(column_ptr + head * N + k_at + k_local, acc_column, mask=k_own)
-
     if WANT_DK:
         dk_base = dk_ptr + head_offset(b, kv_head, dk_strides, sizes, DK_VEC)
         store_strips(dk_base, k_at, k_local, dk_strides, k_own, scale_strips(acc_dk, scale), D, D_STRIPS, DK_VEC, WIDE)
