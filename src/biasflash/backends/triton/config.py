@@ -105,7 +105,7 @@ RULES: tuple[Rule, ...] = (
     _rule("dq", 32, 2, _tile(64, 64, 4, 3), "16 x 8 heads, 100 over 16k, mask: 0.244 ms, capped 0.248"),
     _rule("dq", 64, 2, _tile(128, 64, 8, 3, 128, 64), "4 x 32 heads of 4k, no bias: 1.36 ms, 64 x 64 takes 1.46"),
     _rule("dq", 64, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dq", 128, 2, _tile(64, 64, 4, 2), "1 x 16 heads of 16k, causal: 2.97 ms, 128 x 64 takes 3.40"),
+    _rule("dq", 128, 2, _tile(64, 64, 4, 2, None, 8), "1 x 16 heads of 16k, causal: 2.97 ms, 128 x 64 takes 3.40"),
     _rule("dq", 128, 2, _tile(64, 32, 4, 2), "fits 99 KiB of shared memory"),
     _rule("dq", 256, 2, _tile(128, 64, 8, 1, None, 232), "2 x 16 heads of 4k, D 256: 1.79 ms, 64 x 64 takes 1.95"),
     _rule("dq", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
