@@ -77,17 +77,21 @@ def _quick_interpreter() -> Iterator[None]:
 
 
 @pytest.fixture
-def general_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short sequences on the general kernels, which the window kernels would take otherwise (``test_windows``).
-
-    Recipes are cached by problem: none may come from before, or outlive the test.
-    """
-    from biasflash.backends.triton import launch, window_plan
+def fresh_recipes() -> Iterator[None]:
+    """Recipes are cached by problem; one made under a patched rule must not outlive it, or come from before."""
+    from biasflash.backends.triton import launch
 
     caches = (launch._forward_recipe, launch._backward_recipe)
     for cached in caches:
         cached.cache_clear()
-    monkeypatch.setattr(window_plan, "RULES", ())
     yield
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.fixture
+def general_kernels(monkeypatch: pytest.MonkeyPatch, fresh_recipes: None) -> None:
+    """Short sequences on the general kernels, which the window kernels would take otherwise (``test_windows``)."""
+    from biasflash.backends.triton import window_plan
+
+    monkeypatch.setattr(window_plan, "RULES", ())

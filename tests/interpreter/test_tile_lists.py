@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,7 +15,7 @@ from test_bounds import Watch, watch  # noqa: F401  (a fixture)
 from test_split import described, layout, small
 from torch import Tensor
 
-from biasflash.backends.triton import forward_plan, launch, tile_plan
+from biasflash.backends.triton import forward_plan, tile_plan
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.forward_plan import SplitRule, forward_recipe
 from biasflash.backends.triton.operands import Device, Operands, Slot
@@ -186,17 +185,6 @@ def test_every_access_lies_inside_a_tensor(name: str, watch: Watch) -> None:  # 
 # ------------------------------------------------------------------------------------------------------------ gradients
 
 
-@pytest.fixture
-def _fresh_recipes() -> Iterator[None]:
-    """Recipes are cached by problem; one made under a patched rule must not outlive it, or come from before."""
-    caches = (launch._forward_recipe, launch._backward_recipe)
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
-
-
 def walks_along_lists(case: Case) -> set[str]:
     """Names of the kernels of one forward and backward pass that take lists."""
     facts, _ = described(case.build("cpu", "fp32"))
@@ -204,7 +192,7 @@ def walks_along_lists(case: Case) -> set[str]:
     return {x.kernel.__name__ for r in recipes for x in r.launches if x.arguments.get("LISTS")}
 
 
-@pytest.mark.usefixtures("_fresh_recipes")
+@pytest.mark.usefixtures("fresh_recipes")
 @pytest.mark.parametrize(("case", "dtype"), IN_TURN)
 def test_gradients(case: Case, dtype: str) -> None:
     assert walks_along_lists(case) == {"forward_kernel", "dq_kernel", "dkdv_kernel"}
@@ -212,7 +200,7 @@ def test_gradients(case: Case, dtype: str) -> None:
     assert result.status == "passed", result.message
 
 
-@pytest.mark.usefixtures("_fresh_recipes")
+@pytest.mark.usefixtures("fresh_recipes")
 def test_stored_score_gradients_skip_no_tile() -> None:
     case = small("full bias", 100, 136, biases=(Bias(shape="BHMN"),), masks=(WINDOW,))
     assert walks_along_lists(case) == {"forward_kernel"}

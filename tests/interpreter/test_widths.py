@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 import biasflash
-from biasflash.backends.triton import geometry, launch, operands, plans, widths, window_plan
+from biasflash.backends.triton import geometry, operands, plans, widths, window_plan
 from biasflash.testing import conformance
 from biasflash.testing.case import DTYPES, Bias, Case, Mask
 from biasflash.tile.strips import (
@@ -138,18 +136,7 @@ def test_products_over_strips_are_products_over_the_width(width: int, every_widt
 
 
 @pytest.fixture
-def _fresh_recipes() -> Iterator[None]:
-    """Recipes are cached by problem; one made under a patched rule must not outlive it, or come from before."""
-    caches = (launch._forward_recipe, launch._backward_recipe)
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
-
-
-@pytest.fixture
-def every_width_in_strips(monkeypatch: pytest.MonkeyPatch, _fresh_recipes: None) -> None:
+def every_width_in_strips(monkeypatch: pytest.MonkeyPatch, fresh_recipes: None) -> None:
     """Also narrow float32, which the rules leave whole.
 
     Windows have kernels of their own, which hold widths whole: they are left out.
@@ -256,7 +243,7 @@ def test_64_bit_offsets(strides: str, every_width_in_strips: None, monkeypatch: 
     must_pass(small("wide", 48, 80, strides=strides, biases=(SHARED,)), "fp16")
 
 
-@pytest.mark.usefixtures("_fresh_recipes")
+@pytest.mark.usefixtures("fresh_recipes")
 @pytest.mark.parametrize(("dtype", "own", "wanted"), [("fp16", (64, 16), (32, 16)), ("fp32", (128,), (64,))])
 def test_widths_under_the_rules_as_they_stand(dtype: str, own: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """No rule patched, more keys than a window has: what a user's call runs. One decision for all kernels."""

@@ -6,7 +6,7 @@ Every call here is forced onto the window kernels: a plan that passes one on to 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -54,16 +54,9 @@ class WindowBackward:
 
 
 @pytest.fixture
-def _windows_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Recipes are cached by problem; none may come from before, or outlive the test."""
-    caches = (launch._forward_recipe, launch._backward_recipe)
-    for cached in caches:
-        cached.cache_clear()
+def _windows_only(monkeypatch: pytest.MonkeyPatch, fresh_recipes: None) -> None:
     monkeypatch.setattr(launch, "forward_recipe", window_forward)
     monkeypatch.setattr(launch, "BackwardPlan", WindowBackward)
-    yield
-    for cached in caches:
-        cached.cache_clear()
 
 
 def small(name: str, M: int, N: int, H: int = 2, **more: object) -> Case:

@@ -89,9 +89,7 @@ def compile_task(task: Task, target: Target) -> None:
 
     recipe = recipes_of(task.problem, target, task.tiles)[task.title]
     launch = recipe.launches[task.index]
-    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages}
-    if launch.registers is not None and target.triton.backend == "cuda":
-        options["maxnreg"] = launch.registers
+    options = launch.options(capped=target.triton.backend == "cuda")
     launch.kernel.warmup(*launch.values(meta_tensors(task.problem, recipe)), grid=(launch.grid,), **options)
 
 

@@ -11,10 +11,11 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from biasflash.cli import charts
+from biasflash.cli import charts, support
 from biasflash.cli.providers import OURS, PROVIDERS
 from biasflash.cli.rows import MODES, NO_TIME, OK, Cell, Row
 from biasflash.cli.tables import advantage, best_peer, by_case, milliseconds, shown_providers, speed
@@ -288,15 +289,7 @@ def fill(text: str, found: Published) -> str:
     Raises:
         ValueError: a block has a start and no end.
     """
-    for name, write in BLOCKS.items():
-        start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
-        if start in text:
-            before, _, rest = text.partition(start)
-            _, closed, after = rest.partition(end)
-            if not closed:
-                raise ValueError(f"{start} has no {end}")
-            text = f"{before}{start}\n{write(found)}\n{end}{after}"
-    return text
+    return support.fill(text, {name: partial(write, found) for name, write in BLOCKS.items()})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ A generated block stands between ``<!-- NAME:start -->`` and ``<!-- NAME:end -->
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -87,9 +87,13 @@ def causal() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {"backends": backends, "kinds": kinds, "axes": axes, "causal": causal}
 
 
-def fill(text: str) -> str:
-    """The text of a page with every generated block as the code has it today."""
-    for name, write in BLOCKS.items():
+def fill(text: str, writers: Mapping[str, Callable[[], str]] = BLOCKS) -> str:
+    """The text of a page with every generated block as its writer has it today.
+
+    Raises:
+        ValueError: a block has a start and no end.
+    """
+    for name, write in writers.items():
         start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
         if start in text:
             before, _, rest = text.partition(start)

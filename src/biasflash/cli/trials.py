@@ -154,9 +154,6 @@ def is_lost() -> bool:
 
 # ----------------------------------------------------------------------------------------------------------------- GPU
 
-#: results that a launch may fill, beside the gradients of terms
-_RESULTS = ("out", "lse", "dq", "dk", "dv", "columns_sums")
-
 
 class Stage:
     """The tensors of one case on a device, as kernels get them, with the forward pass done."""

@@ -86,11 +86,6 @@ def meta_tensors(problem: Problem, recipe: Recipe) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _options(launch: Launch) -> dict[str, int]:
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    return options if launch.registers is None else options | {"maxnreg": launch.registers}
-
-
 @cache
 def _binder(kernel: Any) -> Any:
     """Triton's own function from a call's arguments to what it specialises on; the part that needs no driver."""
@@ -105,7 +100,7 @@ def compile_key(launch: Launch, tensors: Mapping[str, torch.Tensor]) -> tuple[tu
     ``tensors`` as in ``compile_launch``. Needs kernels that are compiled, not interpreted.
     """
     kernel = launch.kernel
-    _, specialised, options = _binder(kernel)(*launch.values(tensors), **_options(launch))
+    _, specialised, options = _binder(kernel)(*launch.values(tensors), **launch.options(capped=True))
     arguments = zip((p.name for p in kernel.params), specialised, strict=True)
     return ("kernel", kernel.__name__), *arguments, ("options", tuple(options.items()))
 
@@ -126,5 +121,5 @@ def compile_launch(launch: Launch, tensors: Mapping[str, torch.Tensor], capabili
         else:
             signature[parameter.name] = _describe(value, (i,), attributes)
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=_options(launch))
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options(capped=True))
     return Compiled(name=kernel.__name__, cubin=binary.asm["cubin"], shared=binary.metadata.shared)

@@ -11,7 +11,7 @@ import triton
 
 from biasflash.backends.triton import backward, backward_bias, geometry, tile_plan, window_plan
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
-from biasflash.backends.triton.recipe import Recipe, Sum
+from biasflash.backends.triton.recipe import Recipe, Sum, add_chunks
 from biasflash.problem import Problem
 
 #: a shared bias gradient is split into at most this much float32 scratch
@@ -233,19 +233,7 @@ class BackwardPlan:
         )
         if chunks > 1:
             self.chunked.append(i)
-            yield Launch(
-                kernel=backward_bias.add_chunks_kernel,
-                grid=triton.cdiv(count, 1024),
-                arguments={
-                    "partial_ptr": Slot(sums),
-                    "total_ptr": Slot(f"dense_grad{i}"),
-                    "count": count,
-                    "chunks": chunks,
-                    "BLOCK": 1024,
-                },
-                warps=4,
-                stages=1,
-            )
+            yield add_chunks(i, count, chunks, block=1024, warps=4)
 
     def _fixed(self, owns: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which terms are the same for all (batch item, head) pairs that share one tile of the bias gradient."""

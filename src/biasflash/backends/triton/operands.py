@@ -107,10 +107,12 @@ class Launch:
         if self._compiled is not None:
             self._compiled[(self.grid, 1, 1)](*values)
             return
-        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
-        if self.registers is not None and torch.version.hip is None:
-            options["maxnreg"] = self.registers
-        self._compiled = self.kernel[(self.grid,)](*values, **options)
+        self._compiled = self.kernel[(self.grid,)](*values, **self.options(capped=torch.version.hip is None))
+
+    def options(self, *, capped: bool) -> dict[str, int]:
+        """What the compiler is told beside the arguments; ``capped``: it is NVIDIA's, which knows register caps."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if capped and self.registers is not None else options
 
     @cached_property
     def _entry(self) -> tuple[Any, Any, Any] | None:

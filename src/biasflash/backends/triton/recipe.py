@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from biasflash.backends.triton.operands import Launch
+import triton
+
+from biasflash.backends.triton.backward_bias import add_chunks_kernel
+from biasflash.backends.triton.operands import Launch, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +33,20 @@ class Recipe:
     rows: tuple[int, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     chunked: tuple[int, ...] = ()
+
+
+def add_chunks(index: int, count: int, chunks: int, *, block: int, warps: int) -> Launch:
+    """The gradient of term ``index``, ``count`` elements, from the ``chunks`` float32 sums in ``partial{index}``."""
+    return Launch(
+        kernel=add_chunks_kernel,
+        grid=triton.cdiv(count, block),
+        arguments={
+            "partial_ptr": Slot(f"partial{index}"),
+            "total_ptr": Slot(f"dense_grad{index}"),
+            "count": count,
+            "chunks": chunks,
+            "BLOCK": block,
+        },
+        warps=warps,
+        stages=1,
+    )

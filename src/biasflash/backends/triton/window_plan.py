@@ -9,11 +9,11 @@ from typing import Any
 
 import triton
 
-from biasflash.backends.triton import backward_bias, windows
+from biasflash.backends.triton import windows
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.geometry import View
 from biasflash.backends.triton.operands import Launch, Operands, Slot
-from biasflash.backends.triton.recipe import Recipe
+from biasflash.backends.triton.recipe import Recipe, add_chunks
 from biasflash.problem import Term
 
 MAX_LENGTH = 128  # longest sequence that is a window
@@ -373,25 +373,7 @@ def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grad
     launch = _launch(ops, windows.window_backward_kernel, rule, step, p.Hq, names, **own)
     total = needed * (p.Hq if gradient.owns_head else 1) * p.M * p.N
     return Recipe(
-        launches=(launch, _sum(partial, gradient.index, total, count // total)),
+        launches=(launch, add_chunks(gradient.index, total, count // total, block=256, warps=2)),
         scratch=((partial, count),),
         chunked=(gradient.index,),
-    )
-
-
-def _sum(partial: str, index: int, count: int, chunks: int) -> Launch:
-    """The partial sums of all programs added up in order."""
-    block = 256
-    return Launch(
-        kernel=backward_bias.add_chunks_kernel,
-        grid=triton.cdiv(count, block),
-        arguments={
-            "partial_ptr": Slot(partial),
-            "total_ptr": Slot(f"dense_grad{index}"),
-            "count": count,
-            "chunks": chunks,
-            "BLOCK": block,
-        },
-        warps=2,
-        stages=1,
     )
