@@ -1,0 +1,54 @@
+"""Rings of buffers between the warp that copies and the warpgroups that compute.
+
+The ``i``-th use of a ring of STAGES buffers takes slot ``i % STAGES``. Its ``full`` barrier completes when the copy has
+landed, its ``empty`` barrier when every reader has handed the slot back; both flip a parity bit at each use.
+
+A reader hands a slot back only once what it read is in registers or has gone through a finished product: an ``arrive``
+does not wait for loads in flight, and a slot handed back too early is overwritten under them.
+"""
+
+from biasflash.backends.hopper.gluon import gl, jit, mbarrier
+
+
+@jit
+def ring_barriers(STAGES: gl.constexpr):
+    """Uninitialised barriers of one ring."""
+    return gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+
+
+@jit
+def start_ring(full, empty, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """One copy fills a slot, READERS warpgroups hand it back. A fence must follow before anyone waits."""
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+
+
+@jit
+def wait_full(full, i, STAGES: gl.constexpr):
+    """Wait until use ``i`` has landed."""
+    mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+
+
+@jit
+def wait_full_if(full, i, wanted, STAGES: gl.constexpr):
+    """``wait_full`` where ``wanted``."""
+    mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1, pred=wanted)
+
+
+@jit
+def wait_empty(empty, i, STAGES: gl.constexpr):
+    """Wait until the readers of use ``i - STAGES`` have handed the slot back; the first uses do not wait."""
+    mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+
+
+@jit
+def hand_back(empty, i, STAGES: gl.constexpr):
+    """One reader is done with use ``i``; called by a whole warpgroup."""
+    mbarrier.arrive(empty.index(i % STAGES), count=1)
+
+
+@jit
+def at(b0, b1, head, row, column, moves):
+    """Coordinates in a tensor ``(b0, b1, head, row, column)``; ``moves`` holds 0 for axes it is broadcast along."""
+    return [b0 * moves[0], b1 * moves[1], head * moves[2], row, column]
