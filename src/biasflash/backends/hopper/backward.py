@@ -1,0 +1,292 @@
+"""Backward passes over queries and keys on Hopper: dq (owner: 128 queries) and dk, dv (owner: 128 keys).
+
+Both are one skeleton (``backward_step``). Weights and score gradients go into their products from registers, nothing is
+added in device memory, and every result has one writer: repeated runs agree in every bit. Programs are persistent.
+
+Boxes of descriptors have 64 own rows (own tiles, outputs, bias and dS tile of one warpgroup) or BLOCK met rows.
+"""
+
+from biasflash.backends.hopper.backward_step import added, run_round, work_item
+from biasflash.backends.hopper.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    store_wait,
+    tma_load,
+    tma_store,
+)
+from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
+
+NUMBERS = ["inner", "items", "M", "N", "heads", "kv_heads", "group", "batch", "shift"]
+DQ_MOVES = ["q_moves", "dout_moves", "k_moves", "v_moves", "bias_moves", "dq_moves"]
+DKDV_MOVES = ["k_moves", "v_moves", "q_moves", "dout_moves", "bias_moves", "ds_moves", "dk_moves", "dv_moves"]
+
+
+@jit
+def load_pair(descs, moves, b, inner, h_1, row, bar, tiles, i):
+    """Box ``row`` of two tensors into entry ``i`` of two rings."""
+    b0 = b // inner
+    b1 = b - b0 * inner
+    tma_load(descs[0], at(b0, b1, h_1, row, 0, moves[0]), bar, tiles[0].index(i))
+    tma_load(descs[1], at(b0, b1, h_1, row, 0, moves[1]), bar, tiles[1].index(i))
+
+
+@jit
+def produce(
+    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, own, met, bias, rows, bars, numbers,
+    BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, A_BUFFERS: gl.constexpr, STAGES: gl.constexpr,
+    BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr, KEYS: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: own tiles of every item, then its met tiles, each with what belongs to it."""
+    own_full, own_empty, met_full, met_empty, bias_full, bias_empty = bars
+    inner, items, _, _, heads, group, _, _ = numbers
+    row_bytes: gl.constexpr = 2 * row_descs[0].block_type.nbytes
+    own_bytes: gl.constexpr = own_descs[0].block_type.nbytes + own_descs[1].block_type.nbytes
+    met_bytes: gl.constexpr = met_descs[0].block_type.nbytes + met_descs[1].block_type.nbytes
+    own_use = 0
+    met_use = 0
+    bias_use = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        h, b, own_row, start, tiles, _ = work_item(item, numbers, BLOCK, ROWS, TILES, IS_CAUSAL, KEYS, ORDER)
+        met_head = h // group
+        members = 1
+        if KEYS:
+            met_head = h * group
+            members = group
+        wait_empty(own_empty, own_use, A_BUFFERS)
+        bar = own_full.index(own_use % A_BUFFERS)
+        mbarrier.expect(bar, 2 * ROWS * (own_bytes + (0 if KEYS else row_bytes)))
+        for g in gl.static_range(ROWS):
+            for w in gl.static_range(2):
+                i = ((own_use % A_BUFFERS) * ROWS + g) * 2 + w
+                load_pair(own_descs, own_moves, b + g, inner, h, own_row + w * 64, bar, own, i)
+                if not KEYS:
+                    line = (b + g) * heads + h
+                    tma_load(row_descs[0], [line, own_row + w * 64], bar, rows[0].index(i))
+                    tma_load(row_descs[1], [line, own_row + w * 64], bar, rows[1].index(i))
+        own_use += 1  # noqa: SIM113
+        for member in range(members):
+            for j in range(tiles):
+                met_row = start + j * BLOCK if KEYS else start - j * BLOCK
+                if HAS_BIAS:
+                    wait_empty(bias_empty, bias_use, BIAS_STAGES)
+                    slot = bias_use % BIAS_STAGES
+                    bar = bias_full.index(slot)
+                    mbarrier.expect(bar, 2 * bias_desc.block_type.nbytes)
+                    b0 = b // inner
+                    b1 = b - b0 * inner
+                    for w in gl.static_range(2):
+                        if KEYS:
+                            place_at = at(b0, b1, met_head + member, met_row, own_row + w * 64, bias_moves)
+                        else:
+                            place_at = at(b0, b1, h, own_row + w * 64, met_row, bias_moves)
+                        tma_load(bias_desc, place_at, bar, bias.index(slot * 2 + w))
+                    bias_use += 1
+                for g in gl.static_range(ROWS):
+                    wait_empty(met_empty, met_use, STAGES)
+                    slot = met_use % STAGES
+                    bar = met_full.index(slot)
+                    mbarrier.expect(bar, met_bytes + (row_bytes if KEYS else 0))
+                    load_pair(met_descs, met_moves, b + g, inner, met_head + member, met_row, bar, met, slot)
+                    if KEYS:
+                        line = (b + g) * heads + met_head + member
+                        tma_load(row_descs[0], [line, met_row], bar, rows[0].index(slot))
+                        tma_load(row_descs[1], [line, met_row], bar, rows[1].index(slot))
+                    met_use += 1
+
+
+@jit
+def store_rows(tile, values, desc, place_at, WIDTH: gl.constexpr):
+    """Start the copy of [64, WIDTH] ``values`` to device memory through ``tile``; its readers are done."""
+    tile.reshape([64, WIDTH]).store(values)
+    fence_async_shared()
+    tma_store(desc, place_at, tile)
+
+
+@jit
+def consume(
+    w: gl.constexpr, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, ds_tiles, bars, numbers, scale,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """A computing warpgroup: rows ``64 w`` to ``64 w + 63`` of the CTA's own side."""
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
+    X_1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    X_2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    P_1: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=X_1, k_width=2)
+    P_2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=X_2, k_width=2)
+    own_full, own_empty, _, _, _, _ = bars
+    inner, items, _, N, _, group, _, shift = numbers
+    own_use = 0
+    met_use = 0
+    bias_use = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        h, b, own_row, start, tiles, masked = work_item(item, numbers, BLOCK, ROWS, TILES, IS_CAUSAL, KEYS, ORDER)
+        wait_full(own_full, own_use, A_BUFFERS)
+        own_at = own_use % A_BUFFERS * ROWS * 2 + w
+        x_1 = ()
+        x_2 = ()
+        references = ()
+        deltas = ()
+        for g in gl.static_range(ROWS):
+            x_1 = added(x_1, gl.zeros([64, D], gl.float32, layout=X_1))
+            if KEYS:
+                x_2 = added(x_2, gl.zeros([64, DV], gl.float32, layout=X_2))
+            else:
+                references = added(references, rows[0].index(own_at + 2 * g).reshape([64]).load(gl.SliceLayout(1, S)))
+                deltas = added(deltas, rows[1].index(own_at + 2 * g).reshape([64]).load(gl.SliceLayout(1, S)))
+        b0 = b // inner
+        b1 = b - b0 * inner
+        members = 1
+        if KEYS:
+            members = group
+        for member in range(members):
+            ds_place = (b0 * ds_moves[0], b1 * ds_moves[1], (h * group + member) * ds_moves[2])
+            if STORE_DS and IS_CAUSAL:  # queries that see none of these keys
+                store_wait(0)
+                empty = gl.zeros([64, BLOCK], own[0].dtype, layout=S)
+                ds_tiles.index(w).reshape([BLOCK, 64]).permute((1, 0)).store(empty)
+                fence_async_shared()
+                for row in range(0, start, BLOCK):
+                    place_at = [ds_place[0], ds_place[1], ds_place[2], row, own_row + w * 64]
+                    tma_store(ds_desc, place_at, ds_tiles.index(w))
+                store_wait(0)
+            done = 0
+            for phase in gl.static_range(2):
+                if phase == 1 or IS_CAUSAL or not KEYS:
+                    until = tiles if phase == 1 else masked
+                    for j in range(done, until, TILES):
+                        met_row = start + j * BLOCK if KEYS else start - j * BLOCK
+                        x_1, x_2 = run_round(
+                            w, x_1, x_2, references, deltas, own_at, met_use, bias_use, own_row, met_row, N, shift,
+                            scale, ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars, D, DV, BLOCK, ROWS, TILES,
+                            STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, phase == 0, AHEAD, KEEP, KEYS, STORE_DS,
+                            S, P_1, P_2,
+                        )  # fmt: skip
+                        met_use += ROWS * TILES
+                        bias_use += TILES
+                    done = gl.cdiv(masked, TILES) * TILES
+        for g in gl.static_range(ROWS):
+            c0 = (b + g) // inner
+            c1 = b + g - c0 * inner
+            place_at = at(c0, c1, h, own_row + w * 64, 0, out_moves[0])
+            store_rows(own[0].index(own_at + 2 * g), (x_1[g] * scale).to(own[0].dtype), out_descs[0], place_at, D)
+            if KEYS:
+                place_at = at(c0, c1, h, own_row + w * 64, 0, out_moves[1])
+                store_rows(own[1].index(own_at + 2 * g), x_2[g].to(own[0].dtype), out_descs[1], place_at, DV)
+        store_wait(0)
+        hand_back(own_empty, own_use, A_BUFFERS)
+        own_use += 1  # noqa: SIM113
+
+
+@jit
+def ring_tiles(desc, COUNT: gl.constexpr):
+    """COUNT shared tiles of the box of ``desc``."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@jit
+def launch(
+    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, ds_desc, ds_moves, out_descs,
+    out_moves, numbers, scale,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
+    ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Allocate the rings and start two computing warpgroups and the copying warp."""
+    U: gl.constexpr = ROWS * TILES
+    gl.static_assert((U if U < 3 else 4 if AHEAD else 3) <= STAGES, "a step waits for a slot of its own round")
+    gl.static_assert(not HAS_BIAS or BIAS_STAGES >= 2 or TILES == 1, "a step waits for a slot of its own round")
+    OWN_TILES: gl.constexpr = A_BUFFERS * ROWS * 2
+    LINES: gl.constexpr = STAGES if KEYS else OWN_TILES
+    own = (ring_tiles(own_descs[0], OWN_TILES), ring_tiles(own_descs[1], OWN_TILES))
+    met = (ring_tiles(met_descs[0], STAGES), ring_tiles(met_descs[1], STAGES))
+    rows = (ring_tiles(row_descs[0], LINES), ring_tiles(row_descs[1], LINES))
+    own_full, own_empty = ring_barriers(A_BUFFERS), ring_barriers(A_BUFFERS)
+    met_full, met_empty = ring_barriers(STAGES), ring_barriers(STAGES)
+    start_ring(own_full, own_empty, A_BUFFERS, 2)
+    start_ring(met_full, met_empty, STAGES, 2)
+    bias, bias_full, bias_empty, ds_tiles = met[0], met_full, met_empty, met[0]
+    if HAS_BIAS:
+        bias = ring_tiles(bias_desc, 2 * BIAS_STAGES)
+        bias_full, bias_empty = ring_barriers(BIAS_STAGES), ring_barriers(BIAS_STAGES)
+        start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
+    if STORE_DS:
+        ds_tiles = ring_tiles(ds_desc, 4)  # two for each warpgroup
+    fence_async_shared()
+    bars = (own_full, own_empty, met_full, met_empty, bias_full, bias_empty)
+    gl.warp_specialize(
+        [
+            (consume, (
+                0, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, ds_tiles, bars, numbers, scale,
+                D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, KEYS,
+                STORE_DS, ORDER,
+            )),
+            (consume, (
+                1, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, ds_tiles, bars, numbers, scale,
+                D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, KEYS,
+                STORE_DS, ORDER,
+            )),
+            (produce, (
+                own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, own, met, bias, rows,
+                bars, numbers, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, KEYS, ORDER,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=NUMBERS + DQ_MOVES)
+def dq_kernel(
+    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dq_desc,
+    q_moves, dout_moves, k_moves, v_moves, bias_moves, dq_moves,
+    inner, items, M, N, heads, group, batch, shift, scale,
+    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, ORDER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dq = scale dS K of every query.
+
+    ``q, dout, k, v, bias, dq`` are descriptors ``(b0, b1, head, row, column)``; boxes: 64 x D_BLOCK (q, dq),
+    64 x DV_BLOCK (dout), BLOCK_N x D_BLOCK (k), BLOCK_N x DV_BLOCK (v), 64 x BLOCK_N (bias); ``reference, delta`` are
+    ``(b heads + h, row)`` in float32, box 1 x 64. Items: tiles of 128 queries x batch // ROWS x heads; grid: any, each
+    program takes every grid-th item. ROWS items of the batch share a bias tile that does not move along it.
+    """
+    launch(
+        (q_desc, dout_desc), (q_moves, dout_moves), (k_desc, v_desc), (k_moves, v_moves), bias_desc, bias_moves,
+        (reference_desc, delta_desc), bias_desc, bias_moves, (dq_desc, dq_desc), (dq_moves, dq_moves),
+        (inner, items, M, N, heads, group, batch, shift), scale, D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, TILES, A_BUFFERS,
+        STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, False, False, ORDER, CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=NUMBERS + DKDV_MOVES)
+def dkdv_kernel(
+    k_desc, v_desc, q_desc, dout_desc, bias_desc, reference_desc, delta_desc, ds_desc, dk_desc, dv_desc,
+    k_moves, v_moves, q_moves, dout_moves, bias_moves, ds_moves, dk_moves, dv_moves,
+    inner, items, M, N, heads, kv_heads, group, batch, shift, scale,
+    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, ORDER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, STORE_DS: gl.constexpr,
+):  # fmt: skip
+    """dk = scale dS^T Q and dv = P^T dO of every key; STORE_DS: also dS, the gradient of a bias of full shape.
+
+    As ``dq_kernel``, sides exchanged; boxes: 64 x D_BLOCK (k, dk), 64 x DV_BLOCK (v, dv), BLOCK_M x D_BLOCK (q),
+    BLOCK_M x DV_BLOCK (dout), BLOCK_M x 64 (bias, ds), 1 x BLOCK_M (reference, delta). Items: tiles of 128 keys x
+    batch // ROWS x key heads; the query heads of a key head are summed in registers. With STORE_DS, ROWS is 1.
+    """
+    launch(
+        (k_desc, v_desc), (k_moves, v_moves), (q_desc, dout_desc), (q_moves, dout_moves), bias_desc, bias_moves,
+        (reference_desc, delta_desc), ds_desc, ds_moves, (dk_desc, dv_desc), (dk_moves, dv_moves),
+        (inner, items, M, N, heads, group, batch, shift), scale, D_BLOCK, DV_BLOCK, BLOCK_M, ROWS, TILES, A_BUFFERS,
+        STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, True, STORE_DS, ORDER, CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS,
+    )  # fmt: skip

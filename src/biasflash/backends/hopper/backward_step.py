@@ -1,0 +1,217 @@
+"""One round of the backward passes: a few tiles of the other side met by the 64 rows of a warpgroup.
+
+A CTA keeps 128 rows of its own side and meets tiles of the other side, which one warp copies into a ring::
+
+    dq        S   = Q K^T    dP   = dO V^T    dq += dS K                        own: Q, dO    met: K, V
+    dk, dv    S^T = K Q^T    dP^T = V dO^T    dv += P^T dO    dk += dS^T Q      own: K, V     met: Q, dO
+
+KEYS tells the second from the first.
+"""
+
+from biasflash.backends.hopper.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    store_wait,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from biasflash.backends.hopper.pipeline import hand_back, wait_full
+from biasflash.tile.softmax import LOG2E
+from biasflash.tile.span import key_span, place, query_span
+
+OWN = gl.constexpr(128)  # rows of a CTA: 64 for each of two warpgroups
+
+
+@jit
+def work_item(
+    item, numbers, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    KEYS: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """Item -> (head, first batch item, first own row, first met row, met tiles, those among them that need a mask).
+
+    Tiles come in whole rounds of TILES, those that need a mask first: dq walks down from the last key, dk and dv up
+    from the first query. What a round adds lies past the end: hidden for dq, of weight times zero for dk and dv.
+    """
+    _, _, M, N, heads, group, batch, shift = numbers
+    if KEYS:
+        blocks = gl.cdiv(N, OWN)
+        tile, b, h = place(item, blocks, batch // ROWS, heads // group, ORDER)
+        own = tile * OWN
+        start, full_start = query_span(own, M, shift, BLOCK, OWN, IS_CAUSAL)
+        tiles = gl.cdiv(gl.cdiv(M - start, BLOCK), TILES) * TILES
+        masked = gl.minimum((full_start - start) // BLOCK, tiles)
+    else:
+        blocks = gl.cdiv(M, OWN)
+        tile, b, h = place(item, blocks, batch // ROWS, heads, ORDER)
+        if IS_CAUSAL:
+            tile = blocks - 1 - tile
+        own = tile * OWN
+        full_end, end = key_span(own, M, N, shift, OWN, BLOCK, IS_CAUSAL)
+        tiles = gl.cdiv(gl.cdiv(end, BLOCK), TILES) * TILES
+        masked = tiles - full_end // BLOCK
+        start = (tiles - 1) * BLOCK
+    return h, b * ROWS, own, start, tiles, masked
+
+
+@jit
+def added(values, value):
+    """The tuple ``values`` and one entry more."""
+    return values + (value,)  # noqa: RUF005 - what the compiler takes
+
+
+@jit
+def widen(tile):
+    """16-bit floats -> float32. The two bfloat16 of a word are a shift and a mask away: one instruction each."""
+    if tile.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16;\n\tand.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [tile],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tile.to(gl.float32)
+
+
+@jit
+def replaced(values, i: gl.constexpr, value):
+    """The tuple ``values`` with entry ``i`` replaced."""
+    out = ()
+    for c in gl.static_range(len(values)):
+        out = added(out, value if c == i else values[c])
+    return out
+
+
+@jit
+def score_products(
+    own, met, met_full, own_at, use, D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    S: gl.constexpr,
+):  # fmt: skip
+    """Start S and dP (or their transposes) of 64 own rows and met tile ``use``; both [64, BLOCK]."""
+    slot = use % STAGES
+    zero = gl.zeros([64, BLOCK], gl.float32, layout=S)
+    wait_full(met_full, use, STAGES)
+    met_1 = met[0].index(slot).reshape([BLOCK, D]).permute((1, 0))
+    met_2 = met[1].index(slot).reshape([BLOCK, DV]).permute((1, 0))
+    s = warpgroup_mma(own[0].index(own_at).reshape([64, D]), met_1, zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(own[1].index(own_at).reshape([64, DV]), met_2, zero, use_acc=False, is_async=True)
+    return s, dp
+
+
+@jit
+def store_ds(tile, ds, ds_desc, place_at, BLOCK: gl.constexpr):
+    """``ds`` [64 keys, BLOCK queries] to the bias gradient through ``tile``, last used by the store before the last."""
+    store_wait(1)
+    tile.reshape([BLOCK, 64]).permute((1, 0)).store(ds)
+    fence_async_shared()
+    tma_store(ds_desc, place_at, tile)
+
+
+@jit
+def run_round(
+    w: gl.constexpr, x_1, x_2, references, deltas, own_at, met_use, bias_use, own_row, met_row, N, shift, scale,
+    ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
+    S: gl.constexpr, P_1: gl.constexpr, P_2: gl.constexpr,
+):  # fmt: skip
+    """TILES met tiles for ROWS batch items: score products of the next step run while this step is computed.
+
+    AHEAD starts them before this step's arithmetic (more registers), otherwise they start after it, ahead of this
+    step's second products. A met slot is handed back two steps later, when the wait for new scores has covered them;
+    KEEP widens a bias tile once for the ROWS items and hands it back after the first.
+    """
+    _, _, met_full, met_empty, bias_full, bias_empty = bars
+    U: gl.constexpr = ROWS * TILES
+    SECOND: gl.constexpr = 2 if KEYS else 1  # second products of a step
+    s, dp = score_products(own, met, met_full, own_at, met_use, D, DV, BLOCK, STAGES, S)
+    before = ()  # left operands of second products in flight: those of the step before the last, and of the last
+    last = ()
+    for u in gl.static_range(U):
+        if AHEAD and u + 1 < U:
+            next_at = own_at + (u + 1) % ROWS * 2
+            s_next, dp_next = score_products(own, met, met_full, next_at, met_use + u + 1, D, DV, BLOCK, STAGES, S)
+        scores = (s, dp)
+        scores = warpgroup_mma_wait((SECOND if u > 0 else 0) + (2 if AHEAD and u + 1 < U else 0), deps=scores + before)
+        s = scores[0]
+        dp = scores[1]
+        if u > 1:
+            hand_back(met_empty, met_use + u - 2, STAGES)
+        slot = (met_use + u) % STAGES
+        unit = LOG2E
+        if HAS_BIAS:
+            use = bias_use + u // ROWS
+            if u % ROWS == 0:
+                wait_full(bias_full, use, BIAS_STAGES)
+            if not KEEP or u % ROWS == 0:
+                tile = bias.index(use % BIAS_STAGES * 2 + w)
+                if KEYS:
+                    dense = widen(tile.reshape([BLOCK, 64]).permute((1, 0)).load(S))
+                else:
+                    dense = widen(tile.reshape([64, BLOCK]).load(S))
+            s = s * scale + dense
+        else:
+            unit = scale * LOG2E
+        if KEYS:
+            reference = rows[0].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
+            delta = rows[1].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
+        else:
+            reference = references[u % ROWS][:, None]
+            delta = deltas[u % ROWS][:, None]
+        y = s * unit - reference
+        if MASKED:
+            row = own_row + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+            column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, S))
+            if KEYS:
+                column = column + (met_row + u // ROWS * BLOCK + shift)
+                y = gl.where(row[:, None] <= column[None, :], y, float("-inf"))
+            else:
+                column = column + (met_row - u // ROWS * BLOCK)
+                seen = (column < N)[None, :]
+                if IS_CAUSAL:
+                    seen = seen & (column[None, :] <= (row + shift)[:, None])
+                y = gl.where(seen, y, float("-inf"))
+        p = gl.exp2(y)
+        ds = (p * (dp - delta)).to(own[0].dtype)
+        operand = gl.convert_layout(ds, P_1)
+        if KEYS:
+            p_operand = gl.convert_layout(p.to(own[0].dtype), P_2)
+        if not AHEAD and u + 1 < U:
+            next_at = own_at + (u + 1) % ROWS * 2
+            s_next, dp_next = score_products(own, met, met_full, next_at, met_use + u + 1, D, DV, BLOCK, STAGES, S)
+        before = last
+        if KEYS:
+            x = warpgroup_mma(p_operand, met[1].index(slot).reshape([BLOCK, DV]), x_2[u % ROWS], is_async=True)
+            x_2 = replaced(x_2, u % ROWS, x)
+            last = (operand, p_operand)
+        else:
+            last = (operand,)
+        x = warpgroup_mma(operand, met[0].index(slot).reshape([BLOCK, D]), x_1[u % ROWS], is_async=True)
+        x_1 = replaced(x_1, u % ROWS, x)
+        if HAS_BIAS and u % ROWS == (0 if KEEP else ROWS - 1):
+            hand_back(bias_empty, bias_use + u // ROWS, BIAS_STAGES)  # no sooner: this step's weights came from it
+        if STORE_DS:
+            desc_row = met_row + u // ROWS * BLOCK
+            store_ds(
+                ds_tiles.index((met_use + u) % 2 * 2 + w), ds, ds_desc,
+                [ds_place[0], ds_place[1], ds_place[2], desc_row, own_row + w * 64], BLOCK,
+            )  # fmt: skip
+        if u + 1 < U:
+            s = s_next
+            dp = dp_next
+    done = warpgroup_mma_wait(0, deps=x_1 + x_2 + last + before)
+    x_1 = ()
+    x_2_done = ()
+    for g in gl.static_range(ROWS):
+        x_1 = added(x_1, done[g])
+        if KEYS:
+            x_2_done = added(x_2_done, done[ROWS + g])
+    if U > 1:
+        hand_back(met_empty, met_use + U - 2, STAGES)
+    hand_back(met_empty, met_use + U - 1, STAGES)
+    return x_1, x_2_done
