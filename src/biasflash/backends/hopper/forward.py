@@ -1,0 +1,399 @@
+"""Forward pass: warpgroups of 64 query rows each, fed by one warp that copies query, key, value and bias tiles.
+
+Every warpgroup keeps two products in flight: the scores of a key tile and the previous tile's weights times values;
+the softmax runs under the latter. Keys are walked from the last tile to the first, so that the tiles that need a mask
+come first and the main loop has none. Programs are persistent: tiles of the next item are copied while the warpgroups
+finish an item, so the rings count their uses over all items.
+"""
+
+from dataclasses import make_dataclass
+from typing import Any
+
+from triton import constexpr_function
+
+from biasflash.backends.hopper import pipeline as ring
+from biasflash.backends.hopper.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    store_wait,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from biasflash.tile.softmax import EXTREME, LN2, LOG2E
+from biasflash.tile.span import key_span, place
+
+ROWS = gl.constexpr(64)  # of one warpgroup
+NEG_INF = gl.constexpr(float("-inf"))
+L2_SHARE = gl.constexpr(1 << 25)  # bytes of keys and values that programs may share at a time; a Hopper has 50 to 60 MB
+
+NAMES = [
+    "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
+    "KEEP_LOW", "FLAG_EXTREME", "OUT_APART", "PINNED", "ORDER", "BLOCK_M", "SCORES", "OUT",
+]  # fmt: skip
+Form: Any = make_dataclass("Form", NAMES, frozen=True)
+
+
+@constexpr_function
+def form(*parameters: Any) -> Any:
+    """The kernel's parameters in one, with the rows of a query tile and the layouts of scores and of sums."""
+    width, columns = parameters[1], parameters[3]
+    scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    out = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    return Form(*(gl.constexpr(x) for x in (*parameters, 64 * parameters[2], scores, out)))
+
+
+@jit
+def slots(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT boxes of a tensor."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@jit
+def locate(item, items, extent, FORM: gl.constexpr):
+    """Item -> (query tile, batch item, head).
+
+    CAUSAL: the longest first among as many (batch item, head) pairs at a time as share the cache; every second round
+    of the grid is dealt backwards, so that a short item follows a long one.
+    """
+    M, N, heads, batch, _shift = extent
+    tiles = gl.cdiv(M, FORM.BLOCK_M)
+    if FORM.IS_CAUSAL:
+        dealt = item - gl.program_id(0)
+        back = dealt + gl.minimum(gl.num_programs(0), items - dealt) - 1 - gl.program_id(0)
+        index = gl.where((dealt // gl.num_programs(0)) % 2 == 1, back, item)
+        pairs = batch * heads
+        section = gl.minimum(gl.maximum(L2_SHARE // (2 * (FORM.D_BLOCK + FORM.DV_BLOCK)) // N, 1), pairs)
+        first = index // (section * tiles) * section
+        rest = index - first * tiles
+        width = gl.minimum(section, pairs - first)
+        pair = first + rest % width
+        if FORM.ORDER == "tile,head,batch":
+            return tiles - 1 - rest // width, pair // heads, pair % heads
+        else:
+            return tiles - 1 - rest // width, pair % batch, pair // batch
+    else:
+        return place(item, tiles, batch, heads, FORM.ORDER)
+
+
+@jit
+def key_tiles(row, extent, COUNT: gl.constexpr, FORM: gl.constexpr):
+    """(key tiles, those of them at the end that need a mask) of COUNT query rows; at least one tile, to write zeros."""
+    M, N, _heads, _batch, shift = extent
+    full_end, end = key_span(row, M, N, shift, COUNT, FORM.BLOCK_N, FORM.IS_CAUSAL)
+    tiles = gl.maximum(gl.cdiv(end, FORM.BLOCK_N), 1)
+    return tiles, tiles - full_end // FORM.BLOCK_N
+
+
+@jit
+def widen(x):
+    """To float32; bfloat16 two at a time: the halves of a word are one shift and one mask away."""
+    if x.dtype == gl.bfloat16:
+        halves: gl.constexpr = "shl.b32 $0, $2, 16;\n\tand.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
+
+
+@jit
+def rounded(x, y):
+    """x * y, rounded: never half of an FMA."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def load_keys(u, i, tiles, spot, descs, moves, buffers, rings, FORM: gl.constexpr):
+    """Copy the ``i``-th tile of an item (the ``u``-th of all): keys, biases, values, in the order they are needed."""
+    k_desc, v_desc, bias_desc = descs
+    k_moves, v_moves, bias_moves = moves
+    k_tiles, v_tiles, bias_tiles = buffers
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    b0, b1, h, kv_head, row = spot
+    column = (tiles - 1 - i) * FORM.BLOCK_N
+    slot = u % FORM.KV_STAGES
+    ring.wait_empty(k_empty, u, FORM.KV_STAGES)
+    mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+    tma_load(k_desc, ring.at(b0, b1, kv_head, column, 0, k_moves), k_full.index(slot), k_tiles.index(slot))
+    if FORM.HAS_BIAS:
+        stage = u % FORM.BIAS_STAGES
+        ring.wait_empty(bias_empty, u, FORM.BIAS_STAGES)
+        mbarrier.expect(bias_full.index(stage), FORM.WARPGROUPS * bias_desc.block_type.nbytes)
+        for w in gl.static_range(FORM.WARPGROUPS):
+            to = bias_tiles.index(stage * FORM.WARPGROUPS + w)
+            tma_load(bias_desc, ring.at(b0, b1, h, row + w * ROWS, column, bias_moves), bias_full.index(stage), to)
+    ring.wait_empty(v_empty, u, FORM.KV_STAGES)
+    mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+    tma_load(v_desc, ring.at(b0, b1, kv_head, column, 0, v_moves), v_full.index(slot), v_tiles.index(slot))
+
+
+@jit
+def copy_tiles(q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM: gl.constexpr):
+    """The copying warp."""
+    q_tiles, q_full, q_empty = q_parts
+    base = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        tile, b, h = locate(item, items, extent, FORM)
+        done = (item - gl.program_id(0)) // gl.num_programs(0)
+        row = tile * FORM.BLOCK_M
+        spot = (b // inner, b % inner, h, h // group, row)
+        tiles, _masked = key_tiles(row, extent, FORM.BLOCK_M, FORM)
+        load_keys(base, 0, tiles, spot, descs, moves, buffers, rings, FORM)
+        for w in gl.static_range(FORM.WARPGROUPS):  # after the first keys: queries are handed back last of all
+            mbarrier.wait(q_empty.index(w), (done & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+            to = ring.at(b // inner, b % inner, h, row + w * ROWS, 0, q_moves)
+            tma_load(q_desc, to, q_full.index(w), q_tiles.index(w))
+        for i in range(1, tiles):
+            load_keys(base + i, i, tiles, spot, descs, moves, buffers, rings, FORM)
+        base += tiles
+
+
+@jit
+def score(q, k_tiles, u, FORM: gl.constexpr):
+    """Start the product of the queries and the ``u``-th key tile."""
+    k = k_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N, FORM.D_BLOCK]).permute((1, 0))
+    nothing = gl.zeros([ROWS, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES)
+    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+
+
+@jit
+def add_values(p, v_tiles, u, o, FORM: gl.constexpr):
+    """Start adding the product of weights and the ``u``-th value tile."""
+    v = v_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
+    return warpgroup_mma(p, v, o, is_async=True)
+
+
+@jit
+def read_bias(w: gl.constexpr, u, bias_tiles, bias_full, FORM: gl.constexpr):
+    """The warpgroup's part of the ``u``-th bias tile."""
+    ring.wait_full(bias_full, u, FORM.BIAS_STAGES)
+    return bias_tiles.index(u % FORM.BIAS_STAGES * FORM.WARPGROUPS + w).reshape([ROWS, FORM.BLOCK_N]).load(FORM.SCORES)
+
+
+@jit
+def hide(x, limit, column, FORM: gl.constexpr):
+    """-inf for keys behind the row's last visible one."""
+    keys = gl.arange(0, FORM.BLOCK_N, layout=gl.SliceLayout(0, FORM.SCORES))
+    return gl.where(keys[None, :] <= (limit - column)[:, None], x, NEG_INF)
+
+
+@jit
+def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.constexpr):
+    """One tile of scores -> (weights, maximum, sum, factor for what was accumulated).
+
+    The reference ``m * unit`` is rounded once: weights and factors are exact relative to it. GUARD: a row may have
+    seen nothing so far.
+    """
+    top = gl.maximum(m, gl.max(x, 1))
+    reference = rounded(top, unit)
+    if GUARD:
+        reference = gl.where(top == NEG_INF, 0.0, reference)
+    p = gl.exp2(x * gl.expand_dims(unit, 1) - gl.expand_dims(reference, 1))
+    alpha = gl.exp2(rounded(m, unit) - reference)
+    operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, FORM.OUT, 2))  # moves nothing
+    return operand, top, l * alpha + gl.sum(p, 1), alpha
+
+
+@jit
+def step(
+    w: gl.constexpr, q, o, p, m, l, u, end, limit, unit, scale, buffers, rings, MASKED: gl.constexpr, FORM: gl.constexpr
+):  # fmt: skip
+    """Scores of tile ``u``, and the sum over tile ``u - 1`` under whose product their softmax runs."""
+    k_tiles, v_tiles, bias_tiles = buffers
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    EARLY: gl.constexpr = FORM.WARPGROUPS == 2  # a bias tile in registers before the scores are: not with 160 of them
+    if not FORM.PINNED:
+        ring.wait_full(k_full, u, FORM.KV_STAGES)
+    s = score(q, k_tiles, u, FORM)
+    ring.wait_full(v_full, u - 1, FORM.KV_STAGES)
+    o = add_values(p, v_tiles, u - 1, o, FORM)
+    if FORM.HAS_BIAS and EARLY:
+        bias = read_bias(w, u, bias_tiles, bias_full, FORM)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    if FORM.HAS_BIAS:
+        if not EARLY:
+            bias = read_bias(w, u, bias_tiles, bias_full, FORM)
+        s = s * scale + widen(bias)
+        ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
+    ring.hand_back(k_empty, u, FORM.KV_STAGES)
+    if MASKED:
+        s = hide(s, limit, (end - 1 - u) * FORM.BLOCK_N, FORM)
+    weights, m, l, alpha = weigh(s, m, l, unit, q.dtype, MASKED or FORM.HAS_BIAS, FORM)
+    if FORM.PINNED:
+        # The assembler lifts the wait for the product above the exponentials where both sit in one basic block. The
+        # wait for the next keys is due anyway; here its loop ends the block.
+        ring.wait_full_if(k_full, u + 1, u + 1 < end, FORM.KV_STAGES)
+    o, p = warpgroup_mma_wait(0, deps=(o, p))
+    ring.hand_back(v_empty, u - 1, FORM.KV_STAGES)
+    return o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, FORM.OUT)), 1), weights, m, l
+
+
+@jit
+def store_statistics(w: gl.constexpr, m, l, unit, row, tile, head, M, row_ptrs, FORM: gl.constexpr):
+    """Write lse, its second half and the flag of a warpgroup's rows; return what sums are to be multiplied with."""
+    lse_ptr, low_ptr, rare_ptr = row_ptrs
+    dead = l == 0.0
+    sums = gl.where(dead, 1.0, l)
+    reference = rounded(m, unit)
+    log_sum = gl.log2(sums) * LN2
+    top = gl.where(dead, 0.0, reference)
+    lse = gl.fma(top, LN2, log_sum)
+    to = head.to(gl.int64) * M + row
+    gl.store(lse_ptr + to, gl.where(dead, NEG_INF, lse), mask=row < M)
+    if FORM.KEEP_LOW:
+        gl.store(low_ptr + to, gl.fma(top, LN2, -lse) + log_sum, mask=row < M)
+    if FORM.FLAG_EXTREME:  # a NaN is extreme; so is a row whose scores are finite but all overflow in base 2
+        alive = (m != NEG_INF) | (l != 0.0)
+        extreme = gl.where(gl.abs(reference) <= EXTREME * LOG2E, 0.0, 1.0)
+        flag = gl.max(gl.where(alive & (row < M), extreme, 0.0), 0)
+        gl.store(rare_ptr + (head * gl.cdiv(M, FORM.BLOCK_M) + tile) * FORM.WARPGROUPS + w, flag)
+    return gl.where(dead, 0.0, 1.0 / sums)
+
+
+@jit
+def attend(
+    w: gl.constexpr, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM: gl.constexpr
+):
+    """Warpgroup ``w``."""
+    ROW: gl.constexpr = gl.SliceLayout(1, FORM.SCORES)
+    HIDES: gl.constexpr = FORM.IS_CAUSAL or FORM.ODD_N
+    q_tiles, q_full, q_empty = q_parts
+    out_desc, out_moves, out_tiles = out_parts
+    k_tiles, v_tiles, bias_tiles = buffers
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    M, N, heads, _batch, shift = extent
+    q = q_tiles.index(w).reshape([ROWS, FORM.D_BLOCK])
+    unit = gl.full([ROWS], LOG2E if FORM.HAS_BIAS else scale * LOG2E, gl.float32, layout=ROW)
+    base = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        tile, b, h = locate(item, items, extent, FORM)
+        tiles, masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
+        done = (item - gl.program_id(0)) // gl.num_programs(0)
+        start = tile * FORM.BLOCK_M + w * ROWS
+        first = base
+        end = base + tiles
+        if FORM.IS_CAUSAL:  # tiles that only later rows see
+            own, masked = key_tiles(start, extent, ROWS, FORM)
+            first = end - own
+            for u in range(base, first):
+                ring.wait_full(k_full, u, FORM.KV_STAGES)  # an earlier hand-over would count for the tile before
+                ring.hand_back(k_empty, u, FORM.KV_STAGES)
+                if FORM.HAS_BIAS:
+                    ring.wait_full(bias_full, u, FORM.BIAS_STAGES)
+                    ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
+                ring.wait_full(v_full, u, FORM.KV_STAGES)
+                ring.hand_back(v_empty, u, FORM.KV_STAGES)
+        row = start + gl.arange(0, ROWS, layout=ROW)
+        limit = gl.minimum(row + (shift if FORM.IS_CAUSAL else N), N - 1)
+
+        mbarrier.wait(q_full.index(w), done & 1)
+        ring.wait_full(k_full, first, FORM.KV_STAGES)
+        s = score(q, k_tiles, first, FORM)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        ring.hand_back(k_empty, first, FORM.KV_STAGES)
+        if FORM.HAS_BIAS:
+            s = s * scale + widen(read_bias(w, first, bias_tiles, bias_full, FORM))
+            ring.hand_back(bias_empty, first, FORM.BIAS_STAGES)
+        if HIDES:
+            s = hide(s, limit, (end - 1 - first) * FORM.BLOCK_N, FORM)
+        m = gl.full([ROWS], NEG_INF, gl.float32, layout=ROW)
+        l = gl.zeros([ROWS], gl.float32, layout=ROW)
+        p, m, l, _alpha = weigh(s, m, l, unit, q.dtype, HIDES or FORM.HAS_BIAS, FORM)
+        o = gl.zeros([ROWS, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT)
+        ring.wait_full_if(k_full, first + 1, first + 1 < end, FORM.KV_STAGES)
+        full = first + 1
+        if FORM.IS_CAUSAL:
+            full = first + gl.minimum(gl.maximum(masked, 1), end - first)
+            for u in range(first + 1, full):
+                o, p, m, l = step(w, q, o, p, m, l, u, end, limit, unit, scale, buffers, rings, True, FORM)
+        for u in range(full, end):
+            o, p, m, l = step(w, q, o, p, m, l, u, end, limit, unit, scale, buffers, rings, False, FORM)
+
+        if FORM.OUT_APART:
+            mbarrier.arrive(q_empty.index(w), count=1)
+        ring.wait_full(v_full, end - 1, FORM.KV_STAGES)
+        o = add_values(p, v_tiles, end - 1, o, FORM)
+        inverse = store_statistics(w, m, l, unit, row, tile, b * heads + h, M, row_ptrs, FORM)
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        ring.hand_back(v_empty, end - 1, FORM.KV_STAGES)
+        o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, FORM.OUT)), 1)
+        if FORM.OUT_APART:
+            store_wait(0)  # of the item before
+        out_tiles.index(w).reshape([ROWS, FORM.DV_BLOCK]).store(o.to(q.dtype))
+        fence_async_shared()
+        tma_store(out_desc, ring.at(b // inner, b % inner, h, start, 0, out_moves), out_tiles.index(w))
+        if not FORM.OUT_APART:  # the queries' place, free once the copy has read it
+            store_wait(0)
+            mbarrier.arrive(q_empty.index(w), count=1)
+        base = end
+    store_wait(0)
+
+
+@jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
+                        "group", "batch", "shift"])  # fmt: skip
+def forward_kernel(
+    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, rare_ptr,
+    q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
+    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, FLAG_EXTREME: gl.constexpr, ORDER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, OUT_APART: gl.constexpr, PINNED: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, with lse ``[batch, heads, M]``.
+
+    Grid: up to ``items`` = cdiv(M, 64 WARPGROUPS) * batch * heads persistent programs. Blocks: q ``[64, D_BLOCK]``,
+    k ``[BLOCK_N, D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. OUT_APART: the
+    output has shared memory of its own, else it takes the queries' place (equal blocks only). KEEP_LOW: ``low_ptr``
+    gets what lse's rounding lost. FLAG_EXTREME: ``rare_ptr`` ``[batch, heads, tiles, WARPGROUPS]`` gets 1 where a
+    row's reference is beyond what one FMA resolves, else 0. PINNED: exponentials stay under the product (needs two
+    KV_STAGES).
+    """
+    FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL,
+                              ODD_N, KEEP_LOW, FLAG_EXTREME, OUT_APART, PINNED, ORDER)  # fmt: skip
+    gl.static_assert(OUT_APART or D_BLOCK == DV_BLOCK, "the output does not fit in the queries' place")
+    gl.static_assert(KV_STAGES > 1 or not PINNED, "waiting early for the next keys needs a second slot")
+    q_tiles = slots(q_desc, WARPGROUPS)
+    k_tiles = slots(k_desc, KV_STAGES)
+    v_tiles = slots(v_desc, KV_STAGES)
+    out_tiles = q_tiles
+    if OUT_APART:
+        out_tiles = slots(out_desc, WARPGROUPS)
+    q_full, q_empty = ring.ring_barriers(WARPGROUPS), ring.ring_barriers(WARPGROUPS)
+    k_full, k_empty = ring.ring_barriers(KV_STAGES), ring.ring_barriers(KV_STAGES)
+    v_full, v_empty = ring.ring_barriers(KV_STAGES), ring.ring_barriers(KV_STAGES)
+    ring.start_ring(q_full, q_empty, WARPGROUPS, 1)
+    ring.start_ring(k_full, k_empty, KV_STAGES, WARPGROUPS)
+    ring.start_ring(v_full, v_empty, KV_STAGES, WARPGROUPS)
+    bias_tiles, bias_full, bias_empty = k_tiles, k_full, k_empty
+    if HAS_BIAS:
+        bias_tiles = slots(bias_desc, BIAS_STAGES * WARPGROUPS)
+        bias_full, bias_empty = ring.ring_barriers(BIAS_STAGES), ring.ring_barriers(BIAS_STAGES)
+        ring.start_ring(bias_full, bias_empty, BIAS_STAGES, WARPGROUPS)
+    fence_async_shared()
+
+    # tuples hold runtime values only: a constexpr in one would become a tensor
+    buffers = (k_tiles, v_tiles, bias_tiles)
+    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
+    q_parts = (q_tiles, q_full, q_empty)
+    out_parts = (out_desc, out_moves, out_tiles)
+    row_ptrs = (lse_ptr, low_ptr, rare_ptr)
+    extent = (M, N, heads, batch, shift)
+    descs = (k_desc, v_desc, bias_desc)
+    moves = (k_moves, v_moves, bias_moves)
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
+            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
+            (copy_tiles, (q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.static_assert(WARPGROUPS == 3)
+        gl.warp_specialize([
+            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
+            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
+            (attend, (2, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
+            (copy_tiles, (q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
