@@ -9,17 +9,9 @@ in float32 registers and are added in a fixed order. The factored sum overflows 
 than about 88 within the tile; every tile says in a flag whether its sums can be believed.
 """
 
-from biasflash.backends.hopper.gluon import (
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    store_wait,
-    tma_load,
-    tma_store,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_load, tma_store
+from biasflash.backends.hopper.gluon import warpgroup_mma as mma
+from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 
 BLOCK_M = gl.constexpr(128)  # queries of a tile, 64 for each of the two consumer warpgroups
@@ -37,17 +29,13 @@ FINITE = gl.constexpr(3.4028234663852886e38)
 def split_index(owner, item, n1, heads, OWNS: gl.constexpr):
     """``(b0, b1, head)`` of an index over the owned axes and one over the shared axes; last axis fastest."""
     if OWNS[2]:
-        head = owner % heads
-        owner = owner // heads
+        head, owner = owner % heads, owner // heads
     else:
-        head = item % heads
-        item = item // heads
+        head, item = item % heads, item // heads
     if OWNS[1]:
-        b1 = owner % n1
-        owner = owner // n1
+        b1, owner = owner % n1, owner // n1
     else:
-        b1 = item % n1
-        item = item // n1
+        b1, item = item % n1, item // n1
     return owner if OWNS[0] else item, b1, head
 
 
@@ -66,15 +54,13 @@ def stair_tile(index, offset, columns, R: gl.constexpr):
     index += stair_size(offset, columns, R)
     above = index - R * (columns * (columns + 1) // 2)
     if above >= 0:
-        row = columns * R + above // columns
-        column = above % columns
+        row, column = columns * R + above // columns, above % columns
     else:
         full = (gl.sqrt(index.to(gl.float32) * (2.0 / R) + 0.25) - 0.5).to(gl.int32)
         full += (R * ((full + 1) * (full + 2) // 2) <= index).to(gl.int32)  # the root may be off by one
         full -= (R * (full * (full + 1) // 2) > index).to(gl.int32)
         rest = index - R * (full * (full + 1) // 2)
-        row = full * R + rest // (full + 1)
-        column = rest % (full + 1)
+        row, column = full * R + rest // (full + 1), rest % (full + 1)
     return row - offset, column
 
 
@@ -90,12 +76,11 @@ def place_tile(index, items, M, N, shift, BLOCK: gl.constexpr, IS_CAUSAL: gl.con
     tiles = rows * columns
     if IS_CAUSAL and BLOCK % BLOCK_M == 0:
         R: gl.constexpr = BLOCK // BLOCK_M
-        planes = items // tiles
         offset = (shift + (BLOCK_M - 1)) // BLOCK_M
         if shift < 0:  # division truncates
             offset = -(-shift // BLOCK_M)
         count = stair_size(rows + offset, columns, R) - stair_size(offset, columns, R)
-        hidden = index - count * planes
+        hidden = index - count * (items // tiles)
         if hidden < 0:
             plane = index // count
             tile_m, tile_n = stair_tile(index - plane * count, offset, columns, R)
@@ -103,13 +88,10 @@ def place_tile(index, items, M, N, shift, BLOCK: gl.constexpr, IS_CAUSAL: gl.con
             plane = hidden // (tiles - count)
             opposite = columns * R - R - rows - offset
             tile_m, tile_n = stair_tile(hidden - plane * (tiles - count), opposite, columns, R)
-            tile_m = rows - 1 - tile_m
-            tile_n = columns - 1 - tile_n
+            tile_m, tile_n = rows - 1 - tile_m, columns - 1 - tile_n
     else:
         plane = index // tiles
-        tile = index - plane * tiles
-        tile_m = tile // columns
-        tile_n = tile - tile_m * columns
+        tile_m, tile_n = index % tiles // columns, index % tiles % columns
     return tile_m, tile_n, plane
 
 
@@ -136,8 +118,9 @@ def widen(x):
 
 
 @jit
-def visible(row, col, M, N, shift, IS_CAUSAL: gl.constexpr):
-    """Which entries of a tile exist and are seen."""
+def visible(row, start, M, N, shift, BLOCK_N: gl.constexpr, S: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """Which entries of a chunk of columns from ``start`` on exist and are seen."""
+    col = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     seen = (row < M)[:, None] & (col < N)[None, :]
     if IS_CAUSAL:
         seen = seen & (col[None, :] <= (row + shift)[:, None])
@@ -169,8 +152,7 @@ def bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N: gl.constexpr, CHUNKS_N
     top = gl.full([HALF_M], NEG_INF, gl.float32, gl.SliceLayout(1, S))
     if edge:
         for c in gl.static_range(CHUNKS_N):
-            col = col0 + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-            seen = visible(row, col, M, N, shift, IS_CAUSAL)
+            seen = visible(row, col0 + c * BLOCK_N, M, N, shift, BLOCK_N, S, IS_CAUSAL)
             top = gl.maximum(top, gl.max(gl.where(seen, bias_chunk(tile, c, BLOCK_N, S), NEG_INF), 1))
     else:
         for c in gl.static_range(CHUNKS_N):
@@ -186,17 +168,17 @@ def slots(desc, COUNT: gl.constexpr):
 
 
 @jit
-def issue(tiles, slot, w: gl.constexpr, c: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
+def issue(buffers, slot, w: gl.constexpr, c: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
           BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """Start the products ``(q k', dout v')`` [64, BLOCK_N] of key chunk ``c``."""
-    q_tiles, dout_tiles, k_tiles, v_tiles = tiles
+    q_tiles, dout_tiles, k_tiles, v_tiles, _, _, _ = buffers
     zero = gl.zeros([HALF_M, BLOCK_N], gl.float32, S)
     q = q_tiles.index(slot).reshape([BLOCK_M, D_BLOCK]).slice(w * HALF_M, HALF_M, dim=0)
     k = k_tiles.index(slot).reshape([BLOCK_N * CHUNKS_N, D_BLOCK]).slice(c * BLOCK_N, BLOCK_N, dim=0)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     dout = dout_tiles.index(slot).reshape([BLOCK_M, DV_BLOCK]).slice(w * HALF_M, HALF_M, dim=0)
     v = v_tiles.index(slot).reshape([BLOCK_N * CHUNKS_N, DV_BLOCK]).slice(c * BLOCK_N, BLOCK_N, dim=0)
-    dp = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     return s, dp
 
 
@@ -209,38 +191,35 @@ def add_pairs(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl
     DEEP: the next chunk's products go out before this one is touched. None is in flight at the end, or ptxas would
     serialise them all.
     """
-    q_tiles, dout_tiles, k_tiles, v_tiles, _, reference_rows, delta_rows = buffers
+    reference_rows, delta_rows = buffers[5], buffers[6]
     full, empty = rings
-    tiles = (q_tiles, dout_tiles, k_tiles, v_tiles)
     wait_full(full, used, STAGES)
-    s, dp = issue(tiles, used % STAGES, w, 0, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, S)
+    s, dp = issue(buffers, used % STAGES, w, 0, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, S)
     for x in gl.static_range(ROWS):
         slot = (used + x) % STAGES
         lift = top - reference_rows.index(slot).reshape([BLOCK_M]).slice(w * HALF_M, HALF_M).load(gl.SliceLayout(1, S))
         delta = delta_rows.index(slot).reshape([BLOCK_M]).slice(w * HALF_M, HALF_M).load(gl.SliceLayout(1, S))
         for c in gl.static_range(CHUNKS_N):
             if DEEP and c + 1 < CHUNKS_N:
-                s_next, dp_next = issue(tiles, slot, w, c + 1, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, S)
+                s_next, dp_next = issue(buffers, slot, w, c + 1, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, S)
             elif DEEP and x + 1 < ROWS:
                 wait_full(full, used + x + 1, STAGES)
-                after = (used + x + 1) % STAGES
-                s_next, dp_next = issue(tiles, after, w, 0, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, S)
+                s_next, dp_next = issue(buffers, (used + x + 1) % STAGES, w, 0, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, S)
             elif not DEEP and c + x > 0:
                 if c == 0:
                     wait_full(full, used + x, STAGES)
-                s, dp = issue(tiles, slot, w, c, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, S)
+                s, dp = issue(buffers, slot, w, c, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, S)
             # Statistics are operands of the wait: they are in registers when the slot is handed back.
             if DEEP and not (c + 1 == CHUNKS_N and x + 1 == ROWS):
-                s, dp, lift, delta = warpgroup_mma_wait(2, deps=(s, dp, lift, delta))
+                s, dp, lift, delta = mma_wait(2, deps=(s, dp, lift, delta))
             else:
-                s, dp, lift, delta = warpgroup_mma_wait(0, deps=(s, dp, lift, delta))
+                s, dp, lift, delta = mma_wait(0, deps=(s, dp, lift, delta))
             if c + 1 == CHUNKS_N:
                 hand_back(empty, used + x, STAGES)
             p = gl.exp2(s * unit + lift[:, None])
             acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
             if DEEP and not (c + 1 == CHUNKS_N and x + 1 == ROWS):
-                s = s_next
-                dp = dp_next
+                s, dp = s_next, dp_next
     return acc
 
 
@@ -259,20 +238,19 @@ def check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N: gl.constex
     if wild | edge:
         worst = gl.zeros([HALF_M], gl.int32, gl.SliceLayout(1, S))
         for c in gl.static_range(CHUNKS_N):
-            col = col0 + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+            seen = visible(row, col0 + c * BLOCK_N, M, N, shift, BLOCK_N, S, IS_CAUSAL)
             bias = bias_chunk(tile, c, BLOCK_N, S)
-            counts = visible(row, col, M, N, shift, IS_CAUSAL) & (bias * LOG2E != NEG_INF)
+            counts = seen & (bias * LOG2E != NEG_INF)
             limit = gl.where(gl.exp2(bias * LOG2E - top[:, None]) < SMALLEST, LARGE, FINITE)
-            bad = counts & ((gl.abs(acc[c]) <= limit) == 0)
-            worst = gl.maximum(worst, gl.max(bad.to(gl.int32), 1))
+            worst = gl.maximum(worst, gl.max((counts & ((gl.abs(acc[c]) <= limit) == 0)).to(gl.int32), 1))
             acc = with_entry(acc, c, gl.where(counts, acc[c], 0.0), CHUNKS_N)
         flag = gl.max(worst, 0).to(gl.float32)
     return acc, flag
 
 
 @jit
-def copy_operands(descs, moves, buffers, rings, bias_bars, sizes, D_BLOCK: gl.constexpr, BLOCK: gl.constexpr,
-                  STAGES: gl.constexpr, OWNS: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+def copy_operands(descs, moves, buffers, rings, bias_bars, sizes, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+                  OWNS: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
     """The copying warp: for every item its bias tile, then the operands of its pairs."""
     q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc = descs
     q_moves, dout_moves, k_moves, v_moves, bias_moves = moves
@@ -288,23 +266,20 @@ def copy_operands(descs, moves, buffers, rings, bias_bars, sizes, D_BLOCK: gl.co
     met = 0
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
         tile_m, tile_n, plane = place_tile(index, items, M, N, shift, BLOCK, IS_CAUSAL)
-        row0 = tile_m * BLOCK_M
-        col0 = tile_n * BLOCK
+        row0, col0 = tile_m * BLOCK_M, tile_n * BLOCK
         owner, first, count = pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL)
         wait_empty(bias_empty, met, 1)
         if count > 0:
             mbarrier.expect(bias_full.index(0), 2 * bias_desc.block_type.nbytes)
             b0, b1, head = split_index(owner, 0 * owner, n1, heads, OWNS)
-            where = at(b0, b1, head, row0, col0, bias_moves)
-            tma_load(bias_desc, where, bias_full.index(0), bias_tile.index(0))
-            where = at(b0, b1, head, row0 + HALF_M, col0, bias_moves)
-            tma_load(bias_desc, where, bias_full.index(0), bias_tile.index(1))
+            for w in gl.static_range(2):
+                where = at(b0, b1, head, row0 + w * HALF_M, col0, bias_moves)
+                tma_load(bias_desc, where, bias_full.index(0), bias_tile.index(w))
         else:  # nothing is visible and what lies in the buffer is ignored; the phases go on
             mbarrier.arrive(bias_full.index(0), count=1)
         for i in range(first, first + count):
             b0, b1, head = split_index(owner, i, n1, heads, OWNS)
-            slot = used % STAGES
-            bar = full.index(slot)
+            slot, bar = used % STAGES, full.index(used % STAGES)
             wait_empty(empty, used, STAGES)
             mbarrier.expect(bar, nbytes)
             tma_load(q_desc, at(b0, b1, head, row0, 0, q_moves), bar, q_tiles.index(slot))
@@ -334,8 +309,7 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
     met = 0
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
         tile_m, tile_n, plane = place_tile(index, items, M, N, shift, BLOCK, IS_CAUSAL)
-        row0 = tile_m * BLOCK_M
-        col0 = tile_n * BLOCK
+        row0, col0 = tile_m * BLOCK_M, tile_n * BLOCK
         _, _, count = pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL)
         row = row0 + w * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, S))
         edge = (col0 + BLOCK > N) | (row0 + BLOCK_M > M)
@@ -362,8 +336,7 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
         gl.store(flag_ptr + ordered * 2 + w, flag)
         for c in gl.static_range(CHUNKS_N):
             # Only a hidden entry is above the row's maximum; its sum is 0 and must not meet an infinite factor.
-            factor = gl.exp2(gl.minimum(bias_chunk(tile, c, BLOCK_N, S) * LOG2E - top[:, None], 0.0))
-            dbias = acc[c] * factor
+            dbias = acc[c] * gl.exp2(gl.minimum(bias_chunk(tile, c, BLOCK_N, S) * LOG2E - top[:, None], 0.0))
             if SPLIT:
                 col = col0 + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
                 line = (plane.to(gl.int64) * M + row) * N
@@ -403,30 +376,21 @@ def dbias_kernel(
         slots(q_desc, STAGES), slots(dout_desc, STAGES), slots(k_desc, STAGES), slots(v_desc, STAGES),
         slots(bias_desc, 2), slots(reference_desc, STAGES), slots(delta_desc, STAGES),
     )  # fmt: skip
-    full = ring_barriers(STAGES)
-    empty = ring_barriers(STAGES)
-    bias_full = ring_barriers(1)
-    bias_empty = ring_barriers(1)
-    start_ring(full, empty, STAGES, 2)
-    start_ring(bias_full, bias_empty, 1, 2)
+    rings = (ring_barriers(STAGES), ring_barriers(STAGES))
+    bias_bars = (ring_barriers(1), ring_barriers(1))
+    start_ring(rings[0], rings[1], STAGES, 2)
+    start_ring(bias_bars[0], bias_bars[1], 1, 2)
     fence_async_shared()
 
     descs = (q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc)
     moves = (q_moves, dout_moves, k_moves, v_moves, bias_moves)
     outs = (dbias_desc, bias_moves, partial_ptr, flag_ptr)
-    rings = (full, empty)
-    bias_bars = (bias_full, bias_empty)
     sizes = (items, M, N, n1, heads, group, owners, shared, chunk, shift)
     unit = scale * LOG2E
-    BLOCK: gl.constexpr = BLOCK_N * CHUNKS_N
-    gl.warp_specialize(
-        [
-            (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                         STAGES, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL)),
-            (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                         STAGES, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL)),
-            (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, D_BLOCK, BLOCK, STAGES, OWNS, IS_CAUSAL)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    gl.warp_specialize([
+        (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, STAGES,
+                     DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL)),
+        (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, STAGES,
+                     DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL)),
+        (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, BLOCK_N * CHUNKS_N, STAGES, OWNS, IS_CAUSAL)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
