@@ -32,18 +32,16 @@ L2_SHARE = gl.constexpr(1 << 25)  # bytes of keys and values that programs may s
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "FLAG_EXTREME", "OUT_APART", "PINNED", "ORDER", "BLOCK_M", "SCORES", "OUT",
+    "KEEP_LOW", "FLAG_EXTREME", "OUT_APART", "PINNED", "ORDER", "BLOCK_M", "SCORES", "OUT", "SUMS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
 
 @constexpr_function
 def form(*parameters: Any) -> Any:
-    """The kernel's parameters in one, with the rows of a query tile and the layouts of scores and of sums."""
-    width, columns = parameters[1], parameters[3]
-    scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-    out = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
-    return Form(*(gl.constexpr(x) for x in (*parameters, 64 * parameters[2], scores, out)))
+    """The kernel's parameters in one, with the rows of a query tile and layouts: of scores, output and row sums."""
+    layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16]) for n in (parameters[3], parameters[1], 8))
+    return Form(*(gl.constexpr(x) for x in (*parameters, 64 * parameters[2], *layouts)))
 
 
 @jit
@@ -184,8 +182,8 @@ def hide(x, limit, column, FORM: gl.constexpr):
 def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.constexpr):
     """One tile of scores -> (weights, maximum, sum, factor for what was accumulated).
 
-    The reference ``m * unit`` is rounded once: weights and factors are exact relative to it. GUARD: a row may have
-    seen nothing so far.
+    The reference ``m * unit`` is rounded once: weights and factors are exact relative to it. Sums are kept in eight
+    parts a row: no conversion here moves anything, and threads add up at the end. GUARD: a row may have seen nothing.
     """
     top = gl.maximum(m, gl.max(x, 1))
     reference = rounded(top, unit)
@@ -193,8 +191,9 @@ def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.cons
         reference = gl.where(top == NEG_INF, 0.0, reference)
     p = gl.exp2(x * gl.expand_dims(unit, 1) - gl.expand_dims(reference, 1))
     alpha = gl.exp2(rounded(m, unit) - reference)
-    operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, FORM.OUT, 2))  # moves nothing
-    return operand, top, l * alpha + gl.sum(p, 1), alpha
+    parts = gl.convert_layout(gl.sum(gl.reshape(p, [ROWS, FORM.BLOCK_N // 8, 8]), 1), FORM.SUMS)
+    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, FORM.SUMS)), 1) + parts
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, FORM.OUT, 2)), top, l, alpha
 
 
 @jit
@@ -300,7 +299,7 @@ def attend(
         if HIDES:
             s = hide(s, limit, (end - 1 - first) * FORM.BLOCK_N, FORM)
         m = gl.full([ROWS], NEG_INF, gl.float32, layout=ROW)
-        l = gl.zeros([ROWS], gl.float32, layout=ROW)
+        l = gl.zeros([ROWS, 8], gl.float32, layout=FORM.SUMS)
         p, m, l, _alpha = weigh(s, m, l, unit, q.dtype, HIDES or FORM.HAS_BIAS, FORM)
         o = gl.zeros([ROWS, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT)
         ring.wait_full_if(k_full, first + 1, first + 1 < end, FORM.KV_STAGES)
@@ -316,6 +315,7 @@ def attend(
             mbarrier.arrive(q_empty.index(w), count=1)
         ring.wait_full(v_full, end - 1, FORM.KV_STAGES)
         o = add_values(p, v_tiles, end - 1, o, FORM)
+        l = gl.convert_layout(gl.sum(l, 1), ROW)
         inverse = store_statistics(w, m, l, unit, row, tile, b * heads + h, M, row_ptrs, FORM)
         o, p = warpgroup_mma_wait(0, deps=(o, p))
         ring.hand_back(v_empty, end - 1, FORM.KV_STAGES)
@@ -358,9 +358,7 @@ def forward_kernel(
     q_tiles = slots(q_desc, WARPGROUPS)
     k_tiles = slots(k_desc, KV_STAGES)
     v_tiles = slots(v_desc, KV_STAGES)
-    out_tiles = q_tiles
-    if OUT_APART:
-        out_tiles = slots(out_desc, WARPGROUPS)
+    out_tiles = slots(out_desc, WARPGROUPS) if OUT_APART else q_tiles
     q_full, q_empty = ring.ring_barriers(WARPGROUPS), ring.ring_barriers(WARPGROUPS)
     k_full, k_empty = ring.ring_barriers(KV_STAGES), ring.ring_barriers(KV_STAGES)
     v_full, v_empty = ring.ring_barriers(KV_STAGES), ring.ring_barriers(KV_STAGES)
