@@ -1,0 +1,335 @@
+"""Forward pass for a bias that batch items share: one bias tile serves several of them, out of shared memory.
+
+Units of work are (key tile, batch item), the items of one tile in turn. The scores of the next unit are issued before
+the weights of this one are multiplied, across key tiles and across the items of a program as well (the last unit of
+all issues scores that nobody reads). Rings: queries of ROWS batch items, one key and value tile of one of them, one
+bias tile. Keys are walked from the last tile to the first, so that the main loop has no mask.
+"""
+
+from dataclasses import make_dataclass
+from typing import Any
+
+from triton import constexpr_function
+
+from biasflash.backends.hopper import pipeline as ring
+from biasflash.backends.hopper.forward import key_tiles, rounded, slots, store_statistics, widen
+from biasflash.backends.hopper.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    store_wait,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from biasflash.tile.softmax import LOG2E
+from biasflash.tile.span import place
+
+NEG_INF = gl.constexpr(float("-inf"))
+
+NAMES = [
+    "D_BLOCK", "DV_BLOCK", "BLOCK_N", "ROWS", "Q_BUFFERS", "KV_STAGES", "BIAS_STAGES", "IS_CAUSAL", "AHEAD",
+    "KEEP_LOW", "FLAG_EXTREME", "ORDER", "BLOCK_M", "WARPGROUPS", "REACH", "KEEP", "SCORES", "OUT",
+]  # fmt: skip
+Form: Any = make_dataclass("Form", NAMES, frozen=True)
+
+
+@constexpr_function
+def form(*parameters: Any) -> Any:
+    """The kernel's parameters in one, with two layouts: of scores and of outputs.
+
+    KEEP: a widened bias tile stays in registers for all ROWS items. It takes half a register a score, beside the
+    outputs and one or two tiles of scores; where the three are more than 192 of 240, each item reads the tile anew.
+    REACH: how many units ahead of the softmax keys must have come, and how many scores may be in flight.
+    """
+    dv, n, rows, ahead = (parameters[i] for i in (1, 2, 3, 8))
+    reach = 2 if ahead else 1
+    keep = rows * dv + n * (1 + reach) <= 384
+    layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]) for width in (n, dv))
+    return Form(*(gl.constexpr(x) for x in (*parameters, 128, 2, reach, keep, *layouts)))
+
+
+@jit
+def replaced(entries, i: gl.constexpr, x, COUNT: gl.constexpr):
+    """The tuple with entry ``i`` replaced."""
+    new = (x if i == 0 else entries[0],)
+    for c in gl.static_range(1, COUNT):
+        new = new + (x if i == c else entries[c],)  # noqa: RUF005
+    return new
+
+
+@jit
+def repeated(x, COUNT: gl.constexpr):
+    """COUNT times the same value."""
+    entries = (x,)
+    for _ in gl.static_range(1, COUNT):
+        entries = entries + (x,)  # noqa: RUF005
+    return entries
+
+
+@jit
+def locate(item, items, extent, FORM: gl.constexpr):
+    """Item -> (query tile, first batch item, head).
+
+    CAUSAL: the longest first, and every second round of the grid is dealt backwards, so that a short item follows a
+    long one; items of one bias tile stay together.
+    """
+    M, _N, heads, batch, _shift = extent
+    tiles = gl.cdiv(M, FORM.BLOCK_M)
+    groups = batch // FORM.ROWS
+    if FORM.IS_CAUSAL:
+        dealt = item - gl.program_id(0)
+        back = dealt + gl.minimum(gl.num_programs(0), items - dealt) - 1 - gl.program_id(0)
+        index = gl.where((dealt // gl.num_programs(0)) % 2 == 1, back, item)
+        pair = index % (groups * heads)
+        return tiles - 1 - index // (groups * heads), pair % groups * FORM.ROWS, pair // groups
+    else:
+        tile, b, h = place(item, tiles, groups, heads, FORM.ORDER)
+        return tile, b * FORM.ROWS, h
+
+
+@jit
+def copy_tiles(descs, moves, buffers, rings, extent, items, inner, group, FORM: gl.constexpr):
+    """The copying warp: an item's queries, then for every key tile the bias and each batch item's keys and values."""
+    q_desc, k_desc, v_desc, bias_desc = descs
+    q_moves, k_moves, v_moves, bias_moves = moves
+    q_tiles, k_tiles, v_tiles, bias_tiles = buffers
+    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty = rings
+    uses = 0  # of the bias ring
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        tile, first, h = locate(item, items, extent, FORM)
+        tiles, _masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
+        done = (item - gl.program_id(0)) // gl.num_programs(0)
+        slot = done % FORM.Q_BUFFERS
+        ring.wait_empty(q_empty, done, FORM.Q_BUFFERS)
+        mbarrier.expect(q_full.index(slot), 2 * FORM.ROWS * q_desc.block_type.nbytes)
+        for i in gl.static_range(2 * FORM.ROWS):
+            b = first + i // 2
+            to = ring.at(b // inner, b % inner, h, tile * FORM.BLOCK_M + i % 2 * 64, 0, q_moves)
+            tma_load(q_desc, to, q_full.index(slot), q_tiles.index(slot * FORM.ROWS * 2 + i))
+        for j in range(tiles):
+            key = (tiles - 1 - j) * FORM.BLOCK_N
+            slot = uses % FORM.BIAS_STAGES
+            ring.wait_empty(bias_empty, uses, FORM.BIAS_STAGES)
+            mbarrier.expect(bias_full.index(slot), 2 * bias_desc.block_type.nbytes)
+            for w in gl.static_range(2):
+                to = ring.at(first // inner, first % inner, h, tile * FORM.BLOCK_M + w * 64, key, bias_moves)
+                tma_load(bias_desc, to, bias_full.index(slot), bias_tiles.index(slot * 2 + w))
+            for g in gl.static_range(FORM.ROWS):
+                b0, b1 = (first + g) // inner, (first + g) % inner
+                u = uses * FORM.ROWS + g
+                slot = u % FORM.KV_STAGES
+                ring.wait_empty(kv_empty, u, FORM.KV_STAGES)
+                mbarrier.expect(kv_full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+                tma_load(k_desc, ring.at(b0, b1, h // group, key, 0, k_moves), kv_full.index(slot), k_tiles.index(slot))
+                tma_load(v_desc, ring.at(b0, b1, h // group, key, 0, v_moves), kv_full.index(slot), v_tiles.index(slot))
+            uses += 1
+
+
+@jit
+def score(w: gl.constexpr, g: gl.constexpr, q_tiles, k_tiles, done, u, FORM: gl.constexpr):
+    """Start the product of batch item ``g``'s queries of use ``done`` of their ring and the keys of use ``u``."""
+    q = q_tiles.index((done % FORM.Q_BUFFERS * FORM.ROWS + g) * 2 + w).reshape([64, FORM.D_BLOCK])
+    k = k_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N, FORM.D_BLOCK]).permute((1, 0))
+    nothing = gl.zeros([64, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES)
+    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+
+
+@jit
+def score_next(w: gl.constexpr, g: gl.constexpr, q_tiles, k_tiles, q_full, done, u, last, more, FORM: gl.constexpr):
+    """``score`` of the unit after unit ``g`` of a key tile; after the ``last`` tile the first of the next item."""
+    if g + 1 == FORM.ROWS:
+        ring.wait_full_if(q_full, done + 1, last & more, FORM.Q_BUFFERS)
+        done += last.to(gl.int32)
+    return score(w, (g + 1) % FORM.ROWS, q_tiles, k_tiles, done, u + 1, FORM)
+
+
+@jit
+def lane_sums(p, FORM: gl.constexpr):
+    """Row sums in eight parts, as far as a thread can form them alone."""
+    return gl.sum(p.reshape([64, FORM.BLOCK_N // 8, 8]), 1)
+
+
+@jit
+def hide(x, end, FORM: gl.constexpr):
+    """-inf from column ``end`` of each row on.
+
+    Columns are 8 a + b with all a in one thread: comparisons are with constants.
+    """
+    x = x.reshape([64, FORM.BLOCK_N // 8, 8])
+    PAIRS: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    a = gl.arange(0, FORM.BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
+    b = gl.arange(0, 8, layout=gl.SliceLayout(0, PAIRS))
+    left = gl.convert_layout(end, gl.SliceLayout(1, PAIRS))[:, None] - b[None, :]
+    x = gl.where(a[None, :, None] * 8 < left[:, None, :], x, NEG_INF)
+    return gl.convert_layout(x.reshape([64, FORM.BLOCK_N]), FORM.SCORES)
+
+
+@jit
+def key_tile(
+    w: gl.constexpr, s, out, m, l, uses, j, tiles, done, more, limit, scale, buffers, rings,
+    MASKED: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
+    """One key tile of ROWS batch items; returns ``(s, out, m, l)``.
+
+    On entry ``s`` holds the scores of the first of them and nothing is in flight; so it is on return, for the tile
+    after. (The assembler serialises all products if one is in flight where a loop closes.) In between, oldest first:
+    scores of this unit, weights of the unit before, and with AHEAD scores of the unit after.
+    """
+    q_tiles, k_tiles, v_tiles, bias_tiles = buffers
+    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty = rings
+    last = j + 1 == tiles
+    p = s
+    for g in gl.static_range(FORM.ROWS):
+        u = uses * FORM.ROWS + g
+        if FORM.AHEAD:
+            s_next = score_next(w, g, q_tiles, k_tiles, q_full, done, u, last, more, FORM)
+        if g == 0:
+            ring.wait_full(bias_full, uses, FORM.BIAS_STAGES)
+        if g == 0 or not FORM.KEEP:
+            stage = uses % FORM.BIAS_STAGES
+            bias = widen(bias_tiles.index(stage * 2 + w).reshape([64, FORM.BLOCK_N]).load(FORM.SCORES))
+            if MASKED:  # on the bias, so that it is masked once for ROWS items
+                bias = hide(bias, limit + 1 - (tiles - 1 - j) * FORM.BLOCK_N, FORM)
+        if g > 0:
+            s = warpgroup_mma_wait(FORM.REACH, deps=(s,))
+        x = s * scale + bias
+        top = gl.maximum(m[g], gl.max(x, 1))
+        reference = gl.where(top == NEG_INF, 0.0, rounded(top, gl.full_like(top, LOG2E)))
+        alpha = gl.exp2(rounded(m[g], gl.full_like(top, LOG2E)) - reference)
+        m = replaced(m, g, top, FORM.ROWS)
+        if g == 0 and (j == 0) & (done > 0):  # the output of the item before lies where its queries were
+            store_wait(0)
+            ring.hand_back(q_empty, done - 1, FORM.Q_BUFFERS)
+        # The next keys are waited for here because a loop ends the basic block: it keeps the wait below where it is.
+        ring.wait_full_if(kv_full, u + FORM.REACH, (g + FORM.REACH < FORM.ROWS) | ~last | more, FORM.KV_STAGES)
+        if g > 0:
+            o, p = warpgroup_mma_wait(FORM.REACH - 1, deps=(out[g - 1], p))
+            out = replaced(out, g - 1, o, FORM.ROWS)
+            ring.hand_back(kv_empty, u - 1, FORM.KV_STAGES)
+        weights = gl.exp2(x * LOG2E - reference[:, None])
+        fade = gl.convert_layout(alpha, gl.SliceLayout(1, l[g].type.layout))
+        l = replaced(l, g, l[g] * fade[:, None] + lane_sums(weights, FORM), FORM.ROWS)
+        p = gl.convert_layout(weights.to(q_tiles.dtype), gl.DotOperandLayout(0, FORM.OUT, 2))
+        if not FORM.AHEAD:
+            s_next = score_next(w, g, q_tiles, k_tiles, q_full, done, u, last, more, FORM)
+        v = v_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
+        o = out[g] * gl.convert_layout(alpha, gl.SliceLayout(1, FORM.OUT))[:, None]
+        o = warpgroup_mma(p, v, o, is_async=True)
+        if g + 1 == FORM.ROWS:
+            o, p, s_next = warpgroup_mma_wait(0, deps=(o, p, s_next))
+            ring.hand_back(kv_empty, u, FORM.KV_STAGES)
+        out = replaced(out, g, o, FORM.ROWS)
+        if g == (0 if FORM.KEEP else FORM.ROWS - 1):  # all of the tile has gone into weights whose product was issued
+            ring.hand_back(bias_empty, uses, FORM.BIAS_STAGES)
+        s = s_next
+    return s, out, m, l
+
+
+@jit
+def attend(
+    w: gl.constexpr, out_desc, out_moves, row_ptrs, buffers, rings, extent, items, inner, scale, FORM: gl.constexpr
+):
+    """Warpgroup ``w``: rows ``64 w`` to ``64 w + 63`` of every query tile."""
+    ROW: gl.constexpr = gl.SliceLayout(1, FORM.SCORES)
+    q_tiles, k_tiles = buffers[0], buffers[1]
+    q_full, kv_full = rings[0], rings[2]
+    M, N, heads, _batch, shift = extent
+    unit = gl.full([64], LOG2E, gl.float32, layout=ROW)
+    no_sums = lane_sums(gl.zeros([64, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES), FORM)
+    ring.wait_full(q_full, 0, FORM.Q_BUFFERS)
+    ring.wait_full(kv_full, 0, FORM.KV_STAGES)
+    s = score(w, 0, q_tiles, k_tiles, 0, 0, FORM)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if FORM.AHEAD:
+        ring.wait_full(kv_full, 1, FORM.KV_STAGES)
+    uses = 0  # of the bias ring; ROWS times as many of the key ring
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        tile, first, h = locate(item, items, extent, FORM)
+        tiles, masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
+        done = (item - gl.program_id(0)) // gl.num_programs(0)
+        more = item + gl.num_programs(0) < items
+        start = tile * FORM.BLOCK_M + w * 64
+        row = start + gl.arange(0, 64, layout=ROW)
+        limit = gl.full([64], N - 1, gl.int32, layout=ROW)  # the last key that a row sees
+        if FORM.IS_CAUSAL:
+            limit = gl.minimum(row + shift, limit)
+        out = repeated(gl.zeros([64, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT), FORM.ROWS)
+        m = repeated(gl.full([64], NEG_INF, gl.float32, layout=ROW), FORM.ROWS)
+        l = repeated(no_sums, FORM.ROWS)
+        for j in range(0, masked):
+            s, out, m, l = key_tile(
+                w, s, out, m, l, uses, j, tiles, done, more, limit, scale, buffers, rings, True, FORM
+            )
+            uses += 1
+        for j in range(masked, tiles):
+            s, out, m, l = key_tile(
+                w, s, out, m, l, uses, j, tiles, done, more, limit, scale, buffers, rings, False, FORM
+            )
+            uses += 1
+        slot = done % FORM.Q_BUFFERS * FORM.ROWS
+        for g in gl.static_range(FORM.ROWS):
+            total = gl.convert_layout(gl.sum(l[g], 1), ROW)
+            head = (first + g) * heads + h
+            inverse = store_statistics(w, m[g], total, unit, row, tile, head, M, row_ptrs, FORM)
+            o = out[g] * gl.convert_layout(inverse, gl.SliceLayout(1, FORM.OUT))[:, None]
+            q_tiles.index((slot + g) * 2 + w).reshape([64, FORM.DV_BLOCK]).store(o.to(q_tiles.dtype))
+        fence_async_shared()
+        for g in gl.static_range(FORM.ROWS):
+            b0, b1 = (first + g) // inner, (first + g) % inner
+            tma_store(out_desc, ring.at(b0, b1, h, start, 0, out_moves), q_tiles.index((slot + g) * 2 + w))
+    store_wait(0)
+
+
+@jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
+                        "group", "batch", "shift"])  # fmt: skip
+def shared_forward_kernel(
+    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, rare_ptr,
+    q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
+    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    Q_BUFFERS: gl.constexpr, KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    AHEAD: gl.constexpr, KEEP_LOW: gl.constexpr, FLAG_EXTREME: gl.constexpr, ORDER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, ROWS batch items around one bias tile.
+
+    An item is a tile of 128 queries of one head and ROWS batch items in a row, which have the same bias. Grid: up to
+    ``items`` = cdiv(M, 128) * (batch / ROWS) * heads persistent programs. Blocks: q ``[64, D_BLOCK]``, k ``[BLOCK_N,
+    D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. Writes what
+    ``forward_kernel`` writes, with two warpgroups. AHEAD: scores of the next unit are issued before this one's weights
+    are formed, not after.
+    """
+    FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, Q_BUFFERS, KV_STAGES, BIAS_STAGES, IS_CAUSAL, AHEAD,
+                              KEEP_LOW, FLAG_EXTREME, ORDER)  # fmt: skip
+    gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")
+    gl.static_assert(TILES == 1, "a round is one key tile: the scores of the next are issued in it anyway")
+    gl.static_assert(Q_BUFFERS >= 2 and BIAS_STAGES >= 2, "the next item's first scores are issued within this one")
+    gl.static_assert(KV_STAGES >= 4 or not AHEAD, "a unit waits for keys two ahead before it hands back the one before")
+    gl.static_assert(KV_STAGES >= 3, "a unit waits for the next keys before it hands back those of the one before")
+    gl.static_assert(
+        ROWS >= 2 or not AHEAD, "the only unit of a tile must not wait for queries before it hands any back"
+    )
+    q_tiles = slots(q_desc, Q_BUFFERS * ROWS * 2)
+    k_tiles = slots(k_desc, KV_STAGES)
+    v_tiles = slots(v_desc, KV_STAGES)
+    bias_tiles = slots(bias_desc, BIAS_STAGES * 2)
+    q_full, q_empty = ring.ring_barriers(Q_BUFFERS), ring.ring_barriers(Q_BUFFERS)
+    kv_full, kv_empty = ring.ring_barriers(KV_STAGES), ring.ring_barriers(KV_STAGES)
+    bias_full, bias_empty = ring.ring_barriers(BIAS_STAGES), ring.ring_barriers(BIAS_STAGES)
+    ring.start_ring(q_full, q_empty, Q_BUFFERS, 2)
+    ring.start_ring(kv_full, kv_empty, KV_STAGES, 2)
+    ring.start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
+    fence_async_shared()
+    descs = (q_desc, k_desc, v_desc, bias_desc)
+    moves = (q_moves, k_moves, v_moves, bias_moves)
+    row_ptrs = (lse_ptr, low_ptr, rare_ptr)
+    buffers = (q_tiles, k_tiles, v_tiles, bias_tiles)
+    rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty)
+    extent = (M, N, heads, batch, shift)
+    gl.warp_specialize([
+        (attend, (0, out_desc, out_moves, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
+        (attend, (1, out_desc, out_moves, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
+        (copy_tiles, (descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
