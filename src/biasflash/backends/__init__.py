@@ -10,6 +10,7 @@ from biasflash.backends.backend import Backend
 
 #: name -> module; the first without objections runs
 ORDER: dict[str, str] = {
+    "hopper": "biasflash.backends.hopper.backend",
     "triton": "biasflash.backends.triton.backend",
     "cpu": "biasflash.backends.cpu",
     "reference": "biasflash.reference",

@@ -104,10 +104,18 @@ def head_flag(flags, tiles, RARE: tl.constexpr):
     found = 0.0
     if not RARE:
         return found
-    for i in range(0, tiles, 64):
-        at = i + tl.arange(0, 64)
+    for i in range(0, tiles, 512):
+        at = i + tl.arange(0, 512)
         found = tl.maximum(found, tl.max(tl.load(flags + at, mask=at < tiles, other=0.0), 0))
     return found
+
+
+@triton.jit
+def tile_flag(flags, pitch, q_start, BLOCK_M: tl.constexpr):
+    """The largest flag of a query tile, where one head has ``pitch`` flags of 64 rows each."""
+    COUNT: tl.constexpr = (BLOCK_M + 63) // 64
+    at = q_start // 64 + tl.arange(0, COUNT)
+    return tl.max(tl.load(flags + at, mask=at < pitch, other=0.0), 0)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Every name this package takes from Gluon, so that a new Triton version is met in one file.
 
-Three names moved between Triton 3.6 and 3.9: bulk copies are ``tma.async_load`` and ``tma.async_store`` from 3.8 on, and
+Names that moved between Triton 3.6 and 3.9: bulk copies are ``tma.async_load`` and ``tma.async_store`` from 3.8 on;
 adding to memory (``tma.async_atomic_add``) is public from 3.8 on, while 3.6 only has it in its builder.
 """
 
@@ -41,7 +41,10 @@ tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_g
 store_wait: Any = tma.store_wait
 
 
-@builtin
+_builtin: Any = builtin
+
+
+@_builtin
 def _add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
     from triton._C.libtriton import ir
 

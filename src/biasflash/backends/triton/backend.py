@@ -45,7 +45,7 @@ def objections(problem: Problem) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Launches go to the tensors' GPU, which need not be the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
@@ -63,7 +63,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from biasflash.backends.triton import launch
 
-    with _on(problem.device):
+    with on_device(problem.device):
         return launch.run_forward(problem, q, k, v, terms)
 
 
@@ -82,5 +82,5 @@ def backward(
 ) -> None:
     from biasflash.backends.triton import launch
 
-    with _on(problem.device):
+    with on_device(problem.device):
         launch.run_backward(problem, gradients, dout, dlse, q, k, v, terms, out, lse, lse_low)

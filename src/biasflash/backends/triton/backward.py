@@ -107,9 +107,9 @@ def dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr,
     DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr,
-    IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr,
+    HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a key tile, summed over the group of query heads that share it, in order.
@@ -117,11 +117,16 @@ def dkdv_kernel(
     Phases: query tiles on the diagonal, those that see every key of the tile, and extreme rows if there are any.
     STORE_DS also writes every score gradient into ``ds_ptr``, which is the gradient of a bias of full shape;
     SUM_COLUMNS writes its sums over queries, float32 ``(*B Hq N)``. Grid: one program per key tile, batch item and key
-    head. LISTS: query tiles come from the lists of ``list_kernel``, as key tiles do in the forward pass.
+    head. LISTS: query tiles come from the lists of ``list_kernel``, as key tiles do in the forward pass. REDO: only for
+    key heads that have a query head with extreme rows.
     """
     if EVEN_N:
         N = N // 8 * 8
     tile, b, kv_head = place(tl.program_id(0), tl.cdiv(N, BLOCK_N), batch, kv_heads, ORDER)
+    if REDO:  # the flags of a group's heads lie side by side
+        first_head = wide(b) * heads + kv_head * group
+        if head_flag(rare_ptr + first_head * rare_tiles, group * rare_tiles, True) == 0.0:
+            return
     k_start = tile * BLOCK_N
     k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
     k_base = k_ptr + head_offset(b, kv_head, k_strides, sizes, K_VEC)
@@ -236,7 +241,7 @@ def dq_kernel(
     TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr,
-    DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr, WIDE: tl.constexpr,
+    DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TAIL: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -245,7 +250,8 @@ def dq_kernel(
     """dq = scale ds k of a query tile, scores recomputed.
 
     Computes delta first and stores it for the kernels that follow, which saves a launch and a pass over out and dout.
-    Grid: one program per query tile, batch item, head. LISTS: as in the forward pass.
+    Grid: one program per query tile, batch item, head. LISTS: as in the forward pass. REDO: only tiles with extreme
+    rows, after a pass that stored delta and flags.
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -267,6 +273,9 @@ def dq_kernel(
     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
     head = wide(b) * heads + h
     at = head * M + q_at + q_rows
+    if REDO:
+        if extreme_flag(tl.load(lse_ptr + at)) == 0.0:
+            return
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
@@ -286,9 +295,11 @@ def dq_kernel(
     flag = 0.0
     if RARE:
         flag = extreme_flag(lse)
-        tl.store(rare_ptr + head * tiles + q_start // BLOCK_M, flag)
-    head = head * statistics_pitch(M, TAIL)
-    store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
+    if not REDO:
+        if RARE:
+            tl.store(rare_ptr + head * tiles + q_start // BLOCK_M, flag)
+        head = head * statistics_pitch(M, TAIL)
+        store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
 
     acc_dq = zero_strips(BLOCK_M, D_STRIPS)
     full_end, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)

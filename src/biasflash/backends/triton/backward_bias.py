@@ -21,7 +21,7 @@ from biasflash.tile.memory import (
     wide_if,
 )
 from biasflash.tile.score import score_grad_tile, score_tile
-from biasflash.tile.softmax import LOG2E, extreme_reference, probability, statistics_pitch
+from biasflash.tile.softmax import LOG2E, extreme_reference, head_flag, probability, statistics_pitch
 from biasflash.tile.strips import dot_strips, load_strips
 
 
@@ -75,24 +75,28 @@ def chunk_flag(
     return found
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk", "rare_tiles"])
+@triton.jit(
+    do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk", "rare_tiles", "redo_pitch"]
+)
 def dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dbias_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride, term_strides,
-    M, N, heads, group, shift, owners, shared, chunk, rare_tiles, scale,
+    M, N, heads, group, shift, owners, shared, chunk, rare_tiles, scale, redo_ptr, redo_pitch,
     TERMS: tl.constexpr, OWNS: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
     DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr, HAS_KEEP: tl.constexpr,
-    PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    REDO: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dbias tile = sum of ds over the (batch item, head) pairs that share it.
 
     OWNS marks the axes ``(*batch, heads)`` that the bias varies along; ``shared`` is the product of the sizes of the
     others. Terms that are the same for all of those (FIXED) are loaded once. Where the shared pairs are split, each
     program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride`` apart. Grid: one program per tile
-    of queries x keys (fastest), owned (batch item, head) pair, and chunk.
+    of queries x keys (fastest), owned (batch item, head) pair, and chunk. REDO: nothing is done unless one of the
+    ``redo_pitch`` flags in ``redo_ptr`` is raised or the tile has extreme rows.
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -128,6 +132,9 @@ def dbias_kernel(
     flag = 0.0
     if RARE:
         flag = chunk_flag(rare_ptr, rare_tiles, q_at, owner, first, last, sizes, heads, OWNS, RARE_BLOCK, BLOCK_M)
+    if REDO:
+        if head_flag(redo_ptr, redo_pitch, True) + flag == 0.0:
+            return
     for phase in tl.static_range(2 if RARE else 1):  # all rows, then extreme ones if there are any
         hi = last
         if RARE:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,20 @@ from biasflash.problem import Problem
 SCRATCH_BYTES = 64 * 2**20
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Who adds up the gradient of a shared bias: ``owners`` of a plane each, ``shared`` pairs of (batch item, head) in
+    ``chunks`` of ``chunk``; ``count`` elements, written through ``view``. ``owns``: axes that the bias varies along."""
+
+    owns: tuple[bool, ...]
+    owners: int
+    shared: int
+    chunk: int
+    chunks: int
+    count: int
+    view: geometry.View
+
+
 class BackwardPlan:
     """The backward pass. Which structure a bias gradient takes follows from its shape:
 
@@ -29,6 +43,9 @@ class BackwardPlan:
     ``rows`` holds q, k, v, out, dout and those of dq, dk, dv that are wanted; ``grads`` the wanted term gradients by
     index.
     """
+
+    #: whether dq, where it runs, also writes delta and the flags of extreme rows
+    DQ_COMPUTES_DELTA = True
 
     def __init__(
         self,
@@ -61,7 +78,7 @@ class BackwardPlan:
         statistics = self.heads * (triton.cdiv(problem.M, self.tail) + 1) * self.tail
         self.scratch = {"delta": statistics, "reference": statistics}
         self.runs_dq = self.want["dq"] and not self.reads_ds
-        self.rare_block = self.ops.tile("dq" if self.runs_dq else "delta")[0].block_m
+        self.rare_block = self.ops.tile("dq" if self.runs_dq and self.DQ_COMPUTES_DELTA else "delta")[0].block_m
         self.rare_tiles = triton.cdiv(problem.M, self.rare_block)
         self.rare = self.ops.constants["USE_LOW"] and problem.dtype != torch.float32
         if self.rare:
@@ -119,29 +136,16 @@ class BackwardPlan:
         )
 
     def _launches(self) -> Iterator[Launch]:
-        p = self.problem
         if self.lists is not None:
             yield from self.lists.launches()
         if self.runs_dq:
             yield self._listed(self._dq())
         else:
-            yield self.ops.launch(
-                backward.delta_kernel,
-                "delta",
-                ("out", "dout"),
-                lambda tile: triton.cdiv(p.M, tile.block_m) * self.heads,
-                **self._statistics(),
-            )
+            yield self._delta()
         if self.runs_dkdv:
             yield self._listed(self._dkdv())
         if self.reads_ds:
-            yield self.ops.launch(
-                backward.dq_from_ds_kernel,
-                "dq_from_ds",
-                ("k", "dq"),
-                lambda tile: triton.cdiv(p.M, tile.block_m) * self.heads,
-                **self._ds(),
-            )
+            yield self._dq_from_ds()
         for i in self.owned:
             yield from self._dbias(i)
 
@@ -167,7 +171,25 @@ class BackwardPlan:
         view = self.ops.views[name]
         return {"ds_ptr": Slot(name), "ds_strides": view.codes, "DS_VEC": view.vec}
 
-    def _dq(self) -> Launch:
+    def _delta(self) -> Launch:
+        return self.ops.launch(
+            backward.delta_kernel,
+            "delta",
+            ("out", "dout"),
+            lambda tile: triton.cdiv(self.problem.M, tile.block_m) * self.heads,
+            **self._statistics(),
+        )
+
+    def _dq_from_ds(self) -> Launch:
+        return self.ops.launch(
+            backward.dq_from_ds_kernel,
+            "dq_from_ds",
+            ("k", "dq"),
+            lambda tile: triton.cdiv(self.problem.M, tile.block_m) * self.heads,
+            **self._ds(),
+        )
+
+    def _dq(self, **redo: Any) -> Launch:
         return self.ops.launch(
             backward.dq_kernel,
             "dq",
@@ -175,9 +197,10 @@ class BackwardPlan:
             lambda tile: triton.cdiv(self.problem.M, tile.block_m) * self.heads,
             **self._walk("dq"),
             **self._statistics(),
+            **redo,
         )
 
-    def _dkdv(self) -> Launch:
+    def _dkdv(self, **redo: Any) -> Launch:
         p = self.problem
         sums = bool(self.by_structure["columns"])
         return self.ops.launch(
@@ -193,47 +216,64 @@ class BackwardPlan:
             **self._walk("dkdv"),
             **self._ds(),
             **self._statistics(),
+            **redo,
         )
 
     def _dbias(self, i: int) -> Iterator[Launch]:
         """The owner kernel of one shared bias, in fixed chunks if its tiles are too few to fill the GPU."""
-        p, sums = self.problem, f"grad{i}"
-        view = self.ops.views[sums]
+        tile, _ = self.ops.tile("dbias")
+        part = self._share(i, tile.block_m, tile.block_n, self._fill)
+        yield self._owner(i, part)
+        yield from self._total(i, part)
+
+    def _fill(self, programs: int, shared: int) -> int:
+        """Chunks that make four programs on each multiprocessor."""
+        return -(-4 * self.ops.device.multiprocessors // programs)
+
+    def _share(self, i: int, block_m: int, block_n: int, wanted: Callable[[int, int], int]) -> Share:
+        """How the pairs of (batch item, head) that share bias ``i`` are cut into chunks: ``wanted(programs without
+        chunks, pairs)``, as far as there are pairs and the sums of chunks fit the scratch."""
+        p, view = self.problem, self.ops.views[f"grad{i}"]
         axes = (*self.ops.sizes, p.Hq)
         owns = tuple(stride != 0 for stride in view.strides[:-2])
         owners = 1
         for size, own in zip(axes, owns, strict=True):
             owners *= size if own else 1
         shared, count = self.heads // owners, owners * p.M * p.N
-        tile, _ = self.ops.tile("dbias")
-        tiles = triton.cdiv(p.M, tile.block_m) * triton.cdiv(p.N, tile.block_n)
-        wanted = triton.cdiv(4 * self.ops.device.multiprocessors, tiles * owners)
-        chunk = triton.cdiv(shared, max(1, min(shared, wanted, SCRATCH_BYTES // (4 * count))))
+        tiles = triton.cdiv(p.M, block_m) * triton.cdiv(p.N, block_n)
+        most = min(shared, SCRATCH_BYTES // (4 * count))
+        chunk = triton.cdiv(shared, max(1, min(most, wanted(tiles * owners, shared))))
         chunks = triton.cdiv(shared, chunk)
         if chunks > 1:
-            sums = f"partial{i}"
-            self.scratch[sums] = chunks * count
+            self.scratch[f"partial{i}"] = chunks * count
             sizes = [size if own else 1 for size, own in zip(axes, owns, strict=True)]
             view = geometry.view(geometry.contiguous_strides([*sizes, p.M, p.N]), 4, p.N, p.N % 8 == 0)
-        yield self.ops.launch(
+        return Share(owns=owns, owners=owners, shared=shared, chunk=chunk, chunks=chunks, count=count, view=view)
+
+    def _owner(self, i: int, part: Share, **redo: Any) -> Launch:
+        p = self.problem
+        return self.ops.launch(
             backward_bias.dbias_kernel,
             "dbias",
             ("q", "k", "v", "dout"),
-            lambda tile: tiles * owners * chunks,
-            dbias_ptr=Slot(sums),
-            dbias_strides=view.codes,
-            DBIAS_VEC=view.vec,
-            chunk_stride=(geometry.code(count // max(view.vec, 1)),),
-            owners=owners,
-            shared=shared,
-            chunk=chunk,
-            OWNS=owns,
-            FIXED=self._fixed(owns),
+            lambda tile: triton.cdiv(p.M, tile.block_m) * triton.cdiv(p.N, tile.block_n) * part.owners * part.chunks,
+            dbias_ptr=Slot(f"partial{i}" if part.chunks > 1 else f"grad{i}"),
+            dbias_strides=part.view.codes,
+            DBIAS_VEC=part.view.vec,
+            chunk_stride=(geometry.code(part.count // max(part.view.vec, 1)),),
+            owners=part.owners,
+            shared=part.shared,
+            chunk=part.chunk,
+            OWNS=part.owns,
+            FIXED=self._fixed(part.owns),
             **self._statistics(),
+            **redo,
         )
-        if chunks > 1:
+
+    def _total(self, i: int, part: Share) -> Iterator[Launch]:
+        if part.chunks > 1:
             self.chunked.append(i)
-            yield add_chunks(i, count, chunks, block=1024, warps=4)
+            yield add_chunks(i, part.count, part.chunks, block=1024, warps=4)
 
     def _fixed(self, owns: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which terms are the same for all (batch item, head) pairs that share one tile of the bias gradient."""
@@ -241,3 +281,15 @@ class BackwardPlan:
             not any(stride for stride, own in zip(view.strides[:-2], owns, strict=True) if not own)
             for view in self.ops.term_views
         )
+
+
+def backward_recipe(
+    problem: Problem,
+    device: Device,
+    rows: Mapping[str, Layout],
+    terms: Sequence[Layout],
+    grads: Mapping[int, Layout],
+    has_dlse: bool,
+) -> Recipe:
+    """The recipe of a ``BackwardPlan``."""
+    return BackwardPlan(problem, device, rows, terms, grads, has_dlse).recipe()

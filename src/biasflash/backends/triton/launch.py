@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from biasflash.backends.backend import Gradients
-from biasflash.backends.triton.backward_plan import BackwardPlan
+from biasflash.backends.triton.backward_plan import backward_recipe
 from biasflash.backends.triton.forward_plan import forward_recipe
 from biasflash.backends.triton.operands import Layout, device_facts
 from biasflash.backends.triton.plans import contiguous_recipes
@@ -31,7 +31,7 @@ def _facts(tensors: Mapping[str, Tensor], addresses: Mapping[str, int]) -> Facts
     return tuple(tensors), strides, tuple([address % 16 == 0 for address in addresses.values()])
 
 
-def _layouts(facts: Facts, count: int) -> tuple[dict[str, Layout], list[Layout], dict[int, Layout]]:
+def layouts(facts: Facts, count: int) -> tuple[dict[str, Layout], list[Layout], dict[int, Layout]]:
     """The layouts of rows by name, of the ``count`` terms, and of the gradients of terms by index."""
     found = {name: Layout(strides, aligned) for name, strides, aligned in zip(*facts, strict=True)}
     rows = {name: found[name] for name in _ROWS if name in found}
@@ -42,16 +42,16 @@ def _layouts(facts: Facts, count: int) -> tuple[dict[str, Layout], list[Layout],
 @lru_cache(maxsize=1024)
 def _forward_recipe(problem: Problem, precision: str, facts: Facts) -> Recipe:
     """``precision`` is torch's float32 setting, which the plan reads itself; as part of the key, a change is seen."""
-    rows, terms, _ = _layouts(facts, len(problem.terms))
+    rows, terms, _ = layouts(facts, len(problem.terms))
     return forward_recipe(problem, device_facts(problem.device), rows, terms)
 
 
 @lru_cache(maxsize=1024)
 def _backward_recipe(problem: Problem, precision: str, facts: Facts) -> Recipe:
     """As ``_forward_recipe``."""
-    rows, terms, grads = _layouts(facts, len(problem.terms))
+    rows, terms, grads = layouts(facts, len(problem.terms))
     has_dlse = "dlse" in facts[0]
-    return BackwardPlan(problem, device_facts(problem.device), rows, terms, grads, has_dlse).recipe()
+    return backward_recipe(problem, device_facts(problem.device), rows, terms, grads, has_dlse)
 
 
 @cache
@@ -89,7 +89,12 @@ def _launch(recipe: Recipe, device: torch.device, tensors: dict[str, Tensor], ad
 
 
 def run_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Sequence[Tensor],
+    plan: Callable[[Problem, str, Facts], Recipe] = _forward_recipe,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``out``, ``lse`` and ``lse_low`` as the backend contract wants them."""
     p = problem
@@ -103,7 +108,7 @@ def run_forward(
     if terms:
         tensors.update(zip(_names("bias", len(terms)), terms, strict=True))
     addresses = _addresses(tensors)
-    recipe = _forward_recipe(p, torch.get_float32_matmul_precision(), _facts(tensors, addresses))
+    recipe = plan(p, torch.get_float32_matmul_precision(), _facts(tensors, addresses))
     _launch(recipe, p.device, tensors, addresses)
     return out, lse, low
 
@@ -120,6 +125,7 @@ def run_backward(
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
+    plan: Callable[[Problem, str, Facts], Recipe] = _backward_recipe,
 ) -> None:
     """Fills ``gradients``."""
     rows = {"dq": gradients.q, "dk": gradients.k, "dv": gradients.v}
@@ -142,7 +148,7 @@ def run_backward(
     if dlse is not None:
         tensors["dlse"] = _plain(dlse)
     addresses = _addresses(tensors)
-    recipe = _backward_recipe(problem, torch.get_float32_matmul_precision(), _facts(tensors, addresses))
+    recipe = plan(problem, torch.get_float32_matmul_precision(), _facts(tensors, addresses))
     for name in rows:
         if name not in wanted:  # passed, never used
             tensors[name], addresses[name] = out, addresses["out"]
@@ -181,7 +187,11 @@ def _finish(recipe: Recipe, grads: dict[int, Tensor], tensors: dict[str, Tensor]
 
 def describe(problem: Problem) -> tuple[str, ...]:
     """One line a kernel, for a call of this problem with contiguous tensors."""
-    recipes = contiguous_recipes(problem, device_facts(problem.device))
+    return lines_of(contiguous_recipes(problem, device_facts(problem.device)))
+
+
+def lines_of(recipes: Mapping[str, Recipe]) -> tuple[str, ...]:
+    """Titles, and one line a launch."""
     lines = []
     for title, recipe in recipes.items():
         lines += [f"{title}:"] + [f"  {launch}" for launch in recipe.launches]

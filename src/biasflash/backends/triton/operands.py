@@ -222,6 +222,8 @@ class Operands:
             "scale": p.scale,
             "term_ptrs": tuple(Slot(f"bias{i}") for i in range(len(p.terms))),
             "term_strides": tuple(v.codes for v in self.term_views),
+            "redo_ptr": Slot("lse"),  # read only by launches that redo what another kernel left out
+            "redo_pitch": 0,
         }
 
     @cached_property
@@ -257,6 +259,7 @@ class Operands:
             "HIDES_KEYS": self.hides_keys,
             "PRECISION": float32_products(self.device.capability) if pair else "tf32",
             "ORDER": self.order,
+            "REDO": False,
         }
 
     @cached_property

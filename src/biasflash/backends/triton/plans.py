@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from biasflash.backends.triton import geometry
-from biasflash.backends.triton.backward_plan import BackwardPlan
+from biasflash.backends.triton.backward_plan import backward_recipe
 from biasflash.backends.triton.forward_plan import forward_recipe
 from biasflash.backends.triton.operands import Device, Layout
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 
 
-def contiguous_recipes(problem: Problem, device: Device) -> dict[str, Recipe]:
-    """The passes of a call whose tensors are all contiguous: ``forward``, and ``backward`` if anything is trained."""
+def contiguous_recipes(
+    problem: Problem,
+    device: Device,
+    forward: Callable[..., Recipe] = forward_recipe,
+    backward: Callable[..., Recipe] = backward_recipe,
+) -> dict[str, Recipe]:
+    """The passes of a call whose tensors are all contiguous: ``forward``, and ``backward`` if anything is trained.
+
+    ``forward`` and ``backward`` make the recipes, as the functions of this backend do.
+    """
     p = problem
 
     def flat(*shape: int) -> Layout:
@@ -24,10 +34,10 @@ def contiguous_recipes(problem: Problem, device: Device) -> dict[str, Recipe]:
         "out": flat(*p.batch, p.M, p.Hq, p.Dv),
     }
     terms = [flat(*t.shape) for t in p.terms]
-    recipes = {"forward": forward_recipe(p, device, rows, terms)}
+    recipes = {"forward": forward(p, device, rows, terms)}
     rows["dout"] = rows["out"]
     rows |= {f"d{name}": rows[name] for name, want in zip("qkv", p.trainable, strict=True) if want}
     grads = {i: terms[i] for i, t in enumerate(p.terms) if t.trainable}
     if (any(p.trainable) or grads) and not p.is_empty:
-        recipes["backward"] = BackwardPlan(p, device, rows, terms, grads, has_dlse=False).recipe()
+        recipes["backward"] = backward(p, device, rows, terms, grads, False)
     return recipes

@@ -1,0 +1,219 @@
+"""Which Hopper kernels a backward pass runs, among the portable ones that are as fast; see ``BackwardPlan``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import triton
+
+from biasflash.backends.hopper import backward, backward_bias, config, objections
+from biasflash.backends.hopper.operands import Box, Boxed, DescriptorLaunch, batch_of, boxed, programs, statistics
+from biasflash.backends.triton.backward_plan import BackwardPlan, Share
+from biasflash.backends.triton.operands import Device, Launch, Layout, Slot
+from biasflash.backends.triton.recipe import Recipe
+from biasflash.problem import Problem
+
+
+class HopperBackward(BackwardPlan):
+    """The structures of ``BackwardPlan`` with Hopper kernels: delta first, then dk and dv, dq, shared biases.
+
+    Extreme rows weigh nothing in Hopper kernels; where there can be any, portable kernels follow that compute what such
+    rows touch. A shared bias is also redone where its factored sum overflowed.
+    """
+
+    DQ_COMPUTES_DELTA = False
+
+    def objections(self) -> list[str]:
+        """Why the portable plan serves the call instead, if it does."""
+        found = objections.to_layout(self.ops)
+        if found:
+            return found
+        if self.by_structure["columns"]:
+            found.append("a trained bias of one query row; the portable dkdv kernel adds its columns up")
+        if self.runs_dkdv and not (self.want["dk"] and self.want["dv"]):
+            found.append("dk or dv is not wanted; its kernel computes both")
+        if not self._tiles():
+            found.append("no tile for these widths")
+        return found
+
+    def _tiles(self) -> bool:
+        p = self.problem
+        kernels = [name for name, runs in (("dkdv", self.runs_dkdv), ("dq", self.runs_dq)) if runs]
+        found = [self._tile(name) for name in kernels]
+        if self.owned:
+            return all(found) and config.owner_tile(max(p.D, p.Dv)) is not None
+        return all(found)
+
+    def _tile(self, kernel: str) -> config.BackwardTile | None:
+        p, ops = self.problem, self.ops
+        alone = len(ops.sizes) == 1 and p.Hq == p.Hkv and p.batch_size % 2 == 0
+        is_shared = ops.has_dense and alone and not any(ops.term_views[0].strides[:-3])
+        stores = kernel == "dkdv" and bool(self.stored)
+        return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores)
+
+    def _launches(self) -> Iterator[Launch]:
+        yield self._delta()
+        if self.runs_dkdv:
+            yield self._hopper_dkdv()
+            if self.rare:
+                yield self._again(self._dkdv(REDO=True))
+        if self.runs_dq:
+            yield self._hopper_dq()
+            if self.rare:
+                yield self._again(self._dq(REDO=True))
+        if self.reads_ds:
+            yield self._dq_from_ds()
+        for i in self.owned:
+            yield from self._shared(i)
+
+    @staticmethod
+    def _again(launch: Launch) -> Launch:
+        launch.why = "only where rows are extreme"
+        return launch
+
+    def _rows(self, slot: str, rows: int) -> Box:
+        pitch = (triton.cdiv(self.problem.M, self.tail) + 1) * self.tail
+        return statistics(self.ops, slot, pitch, rows)
+
+    def _given(self, boxes: dict[str, Boxed], tile: config.BackwardTile, items: int) -> dict[str, Any]:
+        p, ops = self.problem, self.ops
+        names = ("M", "N", "heads", "kv_heads", "group", "batch", "shift", "scale")
+        return {
+            **{f"{name}_desc": b.box for name, b in boxes.items()},
+            **{f"{name}_moves": b.moves for name, b in boxes.items()},
+            "inner": batch_of(ops)[1],
+            "items": items,
+            **{name: ops.numbers[name] for name in names},
+            "D_BLOCK": config.padded(p.D),
+            "DV_BLOCK": config.padded(p.Dv),
+            "ROWS": tile.rows,
+            "TILES": tile.tiles,
+            "A_BUFFERS": tile.a_buffers,
+            "STAGES": tile.stages,
+            "BIAS_STAGES": tile.bias_stages,
+            "HAS_BIAS": ops.has_dense,
+            "IS_CAUSAL": p.causal_shift is not None,
+            "AHEAD": tile.ahead,
+            "KEEP": tile.keep,
+            "ORDER": ops.order,
+            "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[2],
+            "PRODUCER_REGISTERS": config.PRODUCER_REGISTERS[2],
+        }
+
+    def _record(self, kernel: Any, given: dict[str, Any], what: object, why: str) -> DescriptorLaunch:
+        return DescriptorLaunch(
+            kernel=kernel,
+            grid=programs(self.ops, given["items"]),
+            arguments={name: given[name] for name in kernel.arg_names},
+            warps=4,
+            stages=1,
+            what=str(what),
+            why=why,
+        )
+
+    def _hopper_dq(self) -> DescriptorLaunch:
+        p, ops, tile = self.problem, self.ops, self._tile("dq")
+        assert tile is not None
+        wide, wide_v = config.padded(p.D), config.padded(p.Dv)
+        boxes = {
+            "q": boxed(ops, "q", 64, wide),
+            "dout": boxed(ops, "dout", 64, wide_v),
+            "k": boxed(ops, "k", tile.block, wide),
+            "v": boxed(ops, "v", tile.block, wide_v),
+            "dq": boxed(ops, "dq", 64, wide),
+        }
+        boxes["bias"] = boxed(ops, "bias0", 64, tile.block) if ops.has_dense else boxes["k"]
+        items = triton.cdiv(p.M, 128) * p.batch_size // tile.rows * p.Hq
+        given = self._given(boxes, tile, items)
+        given |= {"reference_desc": self._rows("reference", 64), "delta_desc": self._rows("delta", 64)}
+        given |= {"BLOCK_N": tile.block}
+        return self._record(backward.dq_kernel, given, tile, tile.why)
+
+    def _hopper_dkdv(self) -> DescriptorLaunch:
+        p, ops, tile = self.problem, self.ops, self._tile("dkdv")
+        assert tile is not None
+        wide, wide_v = config.padded(p.D), config.padded(p.Dv)
+        boxes = {
+            "k": boxed(ops, "k", 64, wide),
+            "v": boxed(ops, "v", 64, wide_v),
+            "q": boxed(ops, "q", tile.block, wide),
+            "dout": boxed(ops, "dout", tile.block, wide_v),
+            "dk": boxed(ops, "dk", 64, wide),
+            "dv": boxed(ops, "dv", 64, wide_v),
+        }
+        boxes["bias"] = boxed(ops, "bias0", tile.block, 64) if ops.has_dense else boxes["q"]
+        boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", tile.block, 64) if self.stored else boxes["bias"]
+        items = triton.cdiv(p.N, 128) * p.batch_size // tile.rows * p.Hkv
+        given = self._given(boxes, tile, items)
+        given |= {"reference_desc": self._rows("reference", tile.block), "delta_desc": self._rows("delta", tile.block)}
+        given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored)}
+        return self._record(backward.dkdv_kernel, given, tile, tile.why)
+
+    def _balance(self, programs: int, shared: int) -> int:
+        """Chunks that keep persistent programs busy to the end; an item costs about three pairs to begin with."""
+        most = max(1, min(8, shared // 8))
+        rounds = {n: triton.cdiv(programs * n, self.ops.device.multiprocessors) for n in range(1, most + 1)}
+        return min(rounds, key=lambda n: rounds[n] * (triton.cdiv(shared, n) + 3))
+
+    def _shared(self, i: int) -> Iterator[Launch]:
+        p, ops = self.problem, self.ops
+        tile = config.owner_tile(max(p.D, p.Dv))
+        assert tile is not None
+        part = self._share(i, 128, tile.columns, self._balance)
+        wide, wide_v = config.padded(p.D), config.padded(p.Dv)
+        grad = boxed(ops, f"grad{i}", 64, tile.columns)
+        boxes = {
+            "q": boxed(ops, "q", 128, wide),
+            "dout": boxed(ops, "dout", 128, wide_v),
+            "k": boxed(ops, "k", tile.columns, wide),
+            "v": boxed(ops, "v", tile.columns, wide_v),
+            "bias": boxed(ops, f"bias{i}", 64, tile.columns),
+        }
+        items = triton.cdiv(p.M, 128) * triton.cdiv(p.N, tile.columns) * part.owners * part.chunks
+        self.scratch[f"overflow{i}"] = 2 * items
+        n0, n1 = batch_of(ops)
+        given = {
+            **{f"{name}_desc": b.box for name, b in boxes.items()},
+            **{f"{name}_moves": b.moves for name, b in boxes.items()},
+            "reference_desc": self._rows("reference", 128),
+            "delta_desc": self._rows("delta", 128),
+            "dbias_desc": grad.box,
+            "partial_ptr": Slot(f"partial{i}" if part.chunks > 1 else "delta"),
+            "flag_ptr": Slot(f"overflow{i}"),
+            **{"n0": n0, "n1": n1, "items": items, "owners": part.owners, "shared": part.shared, "chunk": part.chunk},
+            **{name: ops.numbers[name] for name in ("M", "N", "heads", "group", "shift", "scale")},
+            "D_BLOCK": wide,
+            "DV_BLOCK": wide_v,
+            "BLOCK_N": tile.block_n,
+            "CHUNKS_N": tile.chunks_n,
+            "STAGES": tile.stages,
+            "DEEP": tile.deep,
+            "ROWS": 1,
+            "OWNS": (False,) * (3 - len(part.owns)) + part.owns,
+            "SPLIT": part.chunks > 1,
+            "IS_CAUSAL": p.causal_shift is not None,
+            "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[2],
+            "PRODUCER_REGISTERS": config.PRODUCER_REGISTERS[2],
+        }
+        yield self._record(backward_bias.dbias_kernel, given, tile, tile.why)
+        again = self._owner(i, part, REDO=True, redo_ptr=Slot(f"overflow{i}"), redo_pitch=2 * items)
+        again.why = "only where rows are extreme or a sum overflowed"
+        yield again
+        yield from self._total(i, part)
+
+
+def backward_recipe(
+    problem: Problem,
+    device: Device,
+    rows: Mapping[str, Layout],
+    terms: Sequence[Layout],
+    grads: Mapping[int, Layout],
+    has_dlse: bool,
+) -> tuple[Recipe, list[str]]:
+    """The recipe, and the objections if there are any; the recipe is then the portable one."""
+    plan = HopperBackward(problem, device, rows, terms, grads, has_dlse)
+    found = plan.objections()
+    if found:
+        return BackwardPlan(problem, device, rows, terms, grads, has_dlse).recipe(), found
+    return plan.recipe(), []

@@ -1,0 +1,220 @@
+"""Tile choice on Hopper as data with reasons; the first row that covers a problem is taken.
+
+Registers: two consumer warpgroups get 240 each, the copying warp 24; three get 160 and 32. Figures without another word
+are medians on an H200 (bf16, Triton 3.6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardTile:
+    """A program of the forward kernel: ``64 * warpgroups`` queries, keys in tiles of ``block_n``."""
+
+    width: int  # the widest of D and Dv that it serves
+    has_bias: bool
+    warpgroups: int
+    block_n: int
+    kv_stages: int
+    bias_stages: int
+    why: str
+    is_causal: bool | None = None  # only for these; None: for all
+    out_apart: bool = False
+    pinned: bool = True
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.warpgroups
+
+    def __str__(self) -> str:
+        bias = f", {self.bias_stages} of the bias" if self.has_bias else ""
+        return f"{self.block_m} x {self.block_n}, {self.warpgroups} warpgroups, {self.kv_stages} stages{bias}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedTile:
+    """A program of the forward kernel of a bias that batch items share: 128 queries of ``rows`` items at a time."""
+
+    width: int
+    rows: int
+    block_n: int
+    q_buffers: int
+    kv_stages: int
+    bias_stages: int
+    ahead: bool
+    why: str
+
+    block_m: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.rows} items x 128 x {self.block_n}, 2 warpgroups, {self.kv_stages} stages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardTile:
+    """A program of dq or dkdv: 128 rows that stay, tiles of ``block`` rows that stream."""
+
+    kernel: str
+    width: int
+    has_bias: bool
+    block: int
+    rows: int  # batch items around one tile of a shared bias
+    tiles: int  # streamed tiles of one unrolled round
+    a_buffers: int
+    stages: int
+    bias_stages: int
+    ahead: bool
+    keep: bool
+    why: str
+    stores: bool = True  # may also store score gradients
+
+    def __str__(self) -> str:
+        items = f"{self.rows} items x " if self.rows > 1 else ""
+        return f"{items}128 x {self.block}, 2 warpgroups, {self.stages} stages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerTile:
+    """A program of dbias: 128 queries x ``block_n * chunks_n`` keys."""
+
+    width: int
+    block_n: int
+    chunks_n: int
+    stages: int
+    deep: bool
+    why: str
+
+    @property
+    def columns(self) -> int:
+        return self.block_n * self.chunks_n
+
+    def __str__(self) -> str:
+        return f"128 x {self.columns}, 2 warpgroups, {self.stages} stages"
+
+
+def _forward(
+    width: int, has_bias: bool, warpgroups: int, block_n: int, kv: int, bias: int, why: str, **more: bool
+) -> ForwardTile:
+    return ForwardTile(
+        width=width,
+        has_bias=has_bias,
+        warpgroups=warpgroups,
+        block_n=block_n,
+        kv_stages=kv,
+        bias_stages=bias,
+        why=why,
+        **more,
+    )
+
+
+def _backward(
+    kernel: str,
+    width: int,
+    has_bias: bool,
+    block: int,
+    counts: tuple[int, int, int, int, int],
+    ahead: bool,
+    keep: bool,
+    why: str,
+    stores: bool = True,
+) -> BackwardTile:
+    """``counts``: items, streamed tiles of a round, buffers of what stays, stages, stages of the bias."""
+    rows, tiles, a_buffers, stages, bias_stages = counts
+    return BackwardTile(
+        kernel=kernel,
+        width=width,
+        has_bias=has_bias,
+        block=block,
+        rows=rows,
+        tiles=tiles,
+        a_buffers=a_buffers,
+        stages=stages,
+        bias_stages=bias_stages,
+        ahead=ahead,
+        keep=keep,
+        why=why,
+        stores=stores,
+    )
+
+
+CONSUMER_REGISTERS = {2: 240, 3: 160}
+PRODUCER_REGISTERS = {2: 24, 3: 32}
+
+FORWARD: tuple[ForwardTile, ...] = (
+    _forward(32, False, 3, 128, 4, 1, "three warpgroups take turns"),
+    _forward(32, True, 3, 128, 3, 2, "three warpgroups take turns"),
+    _forward(64, False, 2, 128, 3, 1, "three warpgroups spill where masked", is_causal=True),
+    _forward(64, True, 2, 128, 3, 2, "three warpgroups spill where masked", is_causal=True),
+    _forward(64, False, 3, 128, 3, 1, "three warpgroups take turns"),
+    _forward(64, True, 3, 128, 2, 2, "three warpgroups take turns"),
+    _forward(128, False, 2, 128, 2, 1, "164 KB, no spills"),
+    _forward(128, True, 2, 128, 2, 2, "230 KB, no spills"),
+    _forward(256, False, 2, 64, 2, 1, "197 KB, no spills"),
+    _forward(256, True, 2, 64, 2, 2, "230 KB"),
+)
+SHARED: tuple[SharedTile, ...] = (
+    SharedTile(
+        width=32, rows=2, block_n=128, q_buffers=2, kv_stages=5, bias_stages=2, ahead=False, why="512 instructions a tile"
+    ),
+    SharedTile(
+        width=64, rows=2, block_n=128, q_buffers=2, kv_stages=3, bias_stages=2, ahead=False, why="543 instructions a tile"
+    ),
+)
+BACKWARD: tuple[BackwardTile, ...] = (
+    # ------------------------------------------------------------------------------------------------------- dq
+    _backward("dq", 32, True, 128, (2, 1, 2, 4, 2), False, False, "two items read one bias tile"),
+    _backward("dq", 32, True, 64, (1, 2, 2, 6, 3), True, False, "185 registers, no spills"),
+    _backward("dq", 32, False, 64, (1, 2, 2, 6, 1), True, False, "169 registers, no spills"),
+    _backward("dq", 64, True, 64, (2, 1, 1, 5, 3), False, True, "two items read one bias tile"),
+    _backward("dq", 64, True, 64, (1, 2, 2, 5, 3), True, False, "200 registers, no spills"),
+    _backward("dq", 64, False, 64, (1, 2, 2, 5, 1), True, False, "186 registers, no spills"),
+    _backward("dq", 128, True, 64, (1, 2, 1, 3, 3), True, False, "215 KB"),
+    _backward("dq", 128, False, 64, (1, 2, 1, 4, 1), True, False, "227 registers, no spills"),
+    # ----------------------------------------------------------------------------------------------------- dkdv
+    _backward("dkdv", 32, True, 64, (2, 1, 2, 6, 3), False, True, "two items read one bias tile"),
+    _backward("dkdv", 32, True, 64, (1, 2, 2, 6, 3), True, False, "216 registers, no spills"),
+    _backward("dkdv", 32, False, 64, (1, 2, 2, 6, 1), True, False, "210 registers, no spills"),
+    _backward("dkdv", 64, True, 64, (1, 2, 2, 5, 3), True, False, "200 KB", stores=False),
+    _backward("dkdv", 64, True, 64, (1, 2, 1, 4, 3), True, False, "183 KB with room for score gradients"),
+    _backward("dkdv", 64, False, 64, (1, 2, 2, 5, 1), True, False, "150 KB"),
+    _backward("dkdv", 128, True, 64, (1, 1, 1, 2, 2), False, False, "198 KB with room for score gradients"),
+    _backward("dkdv", 128, False, 64, (1, 1, 1, 4, 1), False, False, "199 KB"),
+)
+OWNER: tuple[OwnerTile, ...] = (
+    OwnerTile(width=32, block_n=32, chunks_n=8, stages=3, deep=True, why="reads q and dout once for 256 keys"),
+    OwnerTile(width=64, block_n=128, chunks_n=1, stages=2, deep=False, why="no spills in 166 KB"),
+    OwnerTile(width=128, block_n=64, chunks_n=1, stages=2, deep=False, why="two stages in 216 KB"),
+)
+
+
+def padded(width: int) -> int:
+    """Columns of a block that holds a head width: 32, 64, 128 or 256; copies fill it up with zeros."""
+    return next(w for w in (32, 64, 128, 256) if width <= w)
+
+
+def forward_tile(width: int, has_bias: bool, is_causal: bool) -> ForwardTile | None:
+    for tile in FORWARD:
+        if width <= tile.width and tile.has_bias == has_bias and tile.is_causal in (None, is_causal):
+            return tile
+    return None
+
+
+def shared_tile(width: int) -> SharedTile | None:
+    return next((tile for tile in SHARED if width <= tile.width), None)
+
+
+def backward_tile(
+    kernel: str, width: int, has_bias: bool, is_shared: bool, stores: bool = False
+) -> BackwardTile | None:
+    """``is_shared``: several batch items may stand around one bias tile; ``stores``: score gradients are stored."""
+    for tile in BACKWARD:
+        fits = tile.kernel == kernel and width <= tile.width and tile.has_bias == has_bias
+        if fits and (is_shared or tile.rows == 1) and (tile.stores or not stores):
+            return tile
+    return None
+
+
+def owner_tile(width: int) -> OwnerTile | None:
+    return next((tile for tile in OWNER if width <= tile.width), None)

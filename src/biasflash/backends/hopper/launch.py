@@ -1,0 +1,97 @@
+"""Recipes of Hopper kernels from a cache, and the portable recipe where one of them does not compile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from biasflash.backends.backend import Gradients
+from biasflash.backends.hopper.backward_plan import backward_recipe
+from biasflash.backends.hopper.forward_plan import forward_recipe
+from biasflash.backends.hopper.operands import BuildError
+from biasflash.backends.triton import launch as portable
+from biasflash.backends.triton.operands import device_facts
+from biasflash.backends.triton.plans import contiguous_recipes
+from biasflash.backends.triton.recipe import Recipe
+from biasflash.problem import Problem
+
+log = logging.getLogger("biasflash")
+
+
+def _tell(problem: Problem, stage: str, reasons: Sequence[str]) -> None:
+    if reasons:
+        log.warning("hopper: portable kernels run the %s of %s: %s", stage, problem, "; ".join(reasons))
+
+
+@lru_cache(maxsize=1024)
+def _forward(problem: Problem, precision: str, facts: portable.Facts) -> Recipe:
+    rows, terms, _ = portable.layouts(facts, len(problem.terms))
+    recipe, reasons = forward_recipe(problem, device_facts(problem.device), rows, terms)
+    _tell(problem, "forward pass", reasons)
+    return recipe
+
+
+@lru_cache(maxsize=1024)
+def _backward(problem: Problem, precision: str, facts: portable.Facts) -> Recipe:
+    rows, terms, grads = portable.layouts(facts, len(problem.terms))
+    recipe, reasons = backward_recipe(problem, device_facts(problem.device), rows, terms, grads, "dlse" in facts[0])
+    _tell(problem, "backward pass", reasons)
+    return recipe
+
+
+@lru_cache(maxsize=64)
+def _warn(message: str) -> None:
+    log.warning("hopper: a kernel did not compile, portable kernels serve the call: %s", message)
+
+
+def run_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the portable function of this name."""
+    try:
+        return portable.run_forward(problem, q, k, v, terms, _forward)
+    except BuildError as error:
+        _warn(str(error))
+    return portable.run_forward(problem, q, k, v, terms)
+
+
+def run_backward(
+    problem: Problem,
+    gradients: Gradients,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+) -> None:
+    """As the portable function of this name."""
+    given = problem, gradients, dout, dlse, q, k, v, terms, out, lse, lse_low
+    try:
+        return portable.run_backward(*given, _backward)
+    except BuildError as error:
+        _warn(str(error))
+    return portable.run_backward(*given)
+
+
+def describe(problem: Problem) -> tuple[str, ...]:
+    """One line a kernel, for a call of this problem with contiguous tensors, and why a pass is portable if it is."""
+    told: list[str] = []
+
+    def kept(title: str, answer: tuple[Recipe, list[str]]) -> Recipe:
+        told.extend(f"{title} is portable: {reason}" for reason in answer[1])
+        return answer[0]
+
+    recipes = contiguous_recipes(
+        problem,
+        device_facts(problem.device),
+        lambda *given: kept("forward", forward_recipe(*given)),
+        lambda *given: kept("backward", backward_recipe(*given)),
+    )
+    return (*portable.lines_of(recipes), *told)

@@ -1,0 +1,50 @@
+"""Why the Hopper kernels do not take a problem, or a call of it, in words."""
+
+from __future__ import annotations
+
+from biasflash.backends.triton.operands import Operands
+from biasflash.problem import Problem, short
+
+#: below this many keys or queries the portable path's small tiles and fused windows win
+LEAST_KEYS = 192
+LEAST_QUERIES = 128
+#: the widest head whose tiles fit
+MAX_WIDTH = 256
+
+
+def to_problem(problem: Problem) -> list[str]:
+    """Objections that shapes and dtypes raise."""
+    p = problem
+    found = []
+    if p.dtype.itemsize != 2:
+        found.append(f"dtype {short(p.dtype)}; its kernels take float16 and bfloat16")
+    if p.M < LEAST_QUERIES or p.N < LEAST_KEYS:
+        least = f"{LEAST_QUERIES} x {LEAST_KEYS}"
+        found.append(f"{p.M} queries x {p.N} keys; below {least} the portable kernels are faster")
+    if any(t.kind == "keep" for t in p.terms):
+        found.append("a boolean mask; its kernels take none")
+    dense = [t for t in p.terms if t.kind == "dense"]
+    if len(dense) > 1:
+        found.append(f"{len(dense)} biases; its kernels take one")
+    for t in dense:
+        if t.shape[-2:] != (p.M, p.N):
+            found.append(f"a bias of shape {t.shape}; its kernels take one that varies along queries and keys")
+        if t.dtype != p.dtype:
+            found.append(f"a {short(t.dtype)} bias beside {short(p.dtype)} queries; its kernels take equal dtypes")
+        if p.N % 8:
+            found.append(f"{p.N} keys; bulk copies of a bias need a multiple of 8")
+    if not dense and p.scale <= 0:
+        found.append(f"scale {p.scale} without a bias; its kernels take positive ones")
+    return found
+
+
+def to_layout(ops: Operands) -> list[str]:
+    """Objections that strides and addresses raise: bulk copies move whole 16 bytes."""
+    found = [
+        f"{name} of strides {view.strides} or its address is not in steps of 16 bytes"
+        for name, view in ops.views.items()
+        if view.vec != 8
+    ]
+    if len(ops.sizes) > 2:
+        found.append(f"batch axes {ops.sizes} do not merge into two")
+    return found

@@ -1,0 +1,151 @@
+"""Tensors as the bulk copy engine takes them, and the launch of a kernel that is fed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from biasflash.backends.hopper.gluon import TensorDescriptor, gl
+from biasflash.backends.triton.operands import Launch, Operands
+
+_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+#: batch axes that a descriptor of rank 5 has beside head, row and column
+MOST_BATCH_AXES = 2
+
+
+class BuildError(RuntimeError):
+    """A kernel of this package did not compile; nothing has been launched."""
+
+
+@dataclass(frozen=True)
+class _Located:
+    """What Triton's launcher reads of a descriptor, for an address."""
+
+    address: int
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
+
+    @property
+    def base(self) -> _Located:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A tensor by name and the block of it that one bulk copy moves; outside of the tensor it reads zeros."""
+
+    slot: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    @cached_property
+    def _layout(self) -> Any:
+        return gl.NVMMASharedLayout.get_default_for(list(self.block), _ELEMENTS[self.dtype])
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int]]:
+        return list(self.shape), list(self.strides)
+
+    def over(self, base: Tensor | int) -> Any:
+        """The descriptor of a tensor, or of an address for a kernel that is compiled already."""
+        shape, strides = self._lists
+        if isinstance(base, int):
+            return _Located(base, shape, strides)
+        return TensorDescriptor(base, shape, strides, list(self.block), self._layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxed:
+    """A ``Box`` of rank 5, ``(b0, b1, head, row, column)``, and the axes it moves along (0: it is broadcast)."""
+
+    box: Box
+    moves: tuple[int, int, int]
+
+
+def batch_of(ops: Operands) -> tuple[int, int]:
+    """Sizes of the two batch axes that descriptors have."""
+    sizes = ops.sizes
+    return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def programs(ops: Operands, items: int, *, is_own_order: bool = False) -> int:
+    """Programs of a kernel of ``items``: one a multiprocessor, which takes items in strides.
+
+    Causal items differ in length: there every item is a program, and the hardware hands the next one to whoever is free
+    (``is_own_order``: the kernel evens lengths out by itself).
+    """
+    if ops.problem.causal_shift is not None and not is_own_order:
+        return items
+    return min(items, ops.device.multiprocessors)
+
+
+def boxed(ops: Operands, name: str, rows: int, columns: int) -> Boxed:
+    """The tensor ``name`` in blocks of ``rows`` x ``columns``; its view must have 16-byte rows (``View.vec``)."""
+    p = ops.problem
+    *batch, head, row, _ = ops.views[name].strides
+    batch = [0] * (MOST_BATCH_AXES - len(batch)) + batch
+    on_keys = name in ("k", "v", "dk", "dv")
+    is_plane = name.startswith(("bias", "grad"))
+    width = p.N if is_plane else p.D if name in ("q", "k", "dq", "dk") else p.Dv
+    outer = (*batch_of(ops), p.Hkv if on_keys else p.Hq)
+    term = p.terms[int(name[4:])] if is_plane else None
+    dtype = term.dtype if term else p.dtype
+    unit = 16 // dtype.itemsize  # the engine wants a stride of whole 16 bytes even where it never moves
+    steps = (*batch, head)
+    return Boxed(
+        box=Box(
+            slot=name,
+            dtype=dtype,
+            shape=(*(n if s else 1 for n, s in zip(outer, steps, strict=True)), p.N if on_keys else p.M, width),
+            strides=(*(s or unit for s in steps), row or unit, 1),
+            block=(1, 1, 1, rows, columns),
+        ),
+        moves=tuple(int(s != 0) for s in steps),  # type: ignore[arg-type]
+    )
+
+
+def statistics(ops: Operands, slot: str, pitch: int, rows: int) -> Box:
+    """Float32 row statistics ``(b * heads + h, row)`` in blocks of ``rows``; zero behind the last query."""
+    p = ops.problem
+    heads = p.batch_size * p.Hq
+    return Box(slot=slot, dtype=torch.float32, shape=(heads, p.M), strides=(pitch, 1), block=(1, rows))
+
+
+@dataclass(kw_only=True)
+class DescriptorLaunch(Launch):
+    """A launch whose arguments may be ``Box``es; ``what`` is its tile in words."""
+
+    what: str = ""
+
+    @cached_property
+    def _boxes(self) -> list[tuple[int, Box]]:
+        return [(i, v) for i, v in enumerate(self.arguments.values()) if isinstance(v, Box)]
+
+    def values(self, given: Mapping[str, Any]) -> list[Any]:
+        filled = super().values(given)
+        for i, box in self._boxes:
+            filled[i] = box.over(given[box.slot])
+        return filled
+
+    def run(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._compiled is None and self.grid:
+            try:
+                options = self.options(capped=False)
+                self._compiled = self.kernel.warmup(*self.values(tensors), grid=(self.grid,), **options)
+            except Exception as error:  # whatever the compiler raises: the portable kernels serve the call
+                raise BuildError(f"{self.kernel.__name__}: {type(error).__name__}: {error}") from error
+        super().run(tensors)
+
+    def __str__(self) -> str:
+        return f"{self.kernel.__name__.removesuffix('_kernel')}: {self.grid} programs of {self.what} ({self.why})"
