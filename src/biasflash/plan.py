@@ -37,8 +37,10 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _objections(name: str, problem: Problem) -> tuple[str, ...]:
-    return load(name).objections(problem)
+def _objections(name: str, problem: Problem, is_named: bool) -> tuple[str, ...]:
+    """Why a backend is passed over; reservations count only where the caller did not name it."""
+    backend = load(name)
+    return backend.objections(problem) or (() if is_named else backend.reservations(problem))
 
 
 def check_backend(backend: str | None) -> None:
@@ -55,7 +57,7 @@ def choose(problem: Problem, backend: str | None = None) -> Plan:
     """
     asked: list[tuple[str, tuple[str, ...]]] = []
     for name in [backend] if backend is not None else ORDER:
-        reasons = _objections(name, problem)
+        reasons = _objections(name, problem, backend is not None)
         if not reasons:
             log.info("biasflash runs on backend %s: %s", name, problem)
             return Plan(backend=name, objections=tuple(asked))
@@ -74,7 +76,7 @@ def explain(problem: Problem, backend: str | None = None) -> Explanation:
     others = [name for name in ORDER if name != chosen]
     objections = []
     for name in others:
-        reasons = _objections(name, problem)
+        reasons = _objections(name, problem, False)
         if not reasons:
             reasons = (f"not needed, {chosen} comes first" if chosen else "not asked for",)
         objections.append((name, reasons))

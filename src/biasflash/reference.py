@@ -100,6 +100,10 @@ def objections(problem: Problem) -> tuple[str, ...]:
     return ()
 
 
+def reservations(problem: Problem) -> tuple[str, ...]:
+    return ()
+
+
 def describe(problem: Problem) -> tuple[str, ...]:
     return ("plain torch in float64, the whole score matrix in memory",)
 

@@ -43,6 +43,9 @@ class Backend(Protocol):
     def objections(self, problem: Problem) -> tuple[str, ...]:
         """Every reason why this backend cannot compute the problem; empty if it can."""
 
+    def reservations(self, problem: Problem) -> tuple[str, ...]:
+        """Why a later backend is likely faster, although this one can; heeded where the caller names none."""
+
     def describe(self, problem: Problem) -> tuple[str, ...]:
         """What it would run, and why: one line per kernel or stage, for ``explain``."""
 

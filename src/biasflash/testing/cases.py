@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 from biasflash.testing.case import DTYPES, H200, Bias, Call, Case, Ceilings, Mask, floor_ms
+from biasflash.testing.long_cases import LONG
 from biasflash.testing.workloads import BIG, WORKLOADS
 
 __all__ = [
@@ -312,7 +313,7 @@ _MEDIUM = [
 #: every case by name
 CASES: dict[str, Case] = {
     case.name: case
-    for case in [*_patterns(), *_SHAPES, *_TERMS, *_ORDER, *_HOSTILE, *_MEDIUM, *WORKLOADS.values(), *BIG]
+    for case in [*_patterns(), *_SHAPES, *_TERMS, *_ORDER, *_HOSTILE, *_MEDIUM, *LONG, *WORKLOADS.values(), *BIG]
 }
 
 

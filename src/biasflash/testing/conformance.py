@@ -53,14 +53,19 @@ class Result:
 
 
 def objections(backend: str, device: torch.device | str, call: Call | None = None) -> tuple[str, ...]:
-    """Why ``backend`` cannot compute ``call`` (None: a plain small problem in float32) on ``device``."""
+    """Why ``backend`` cannot compute ``call`` on ``device``; None: neither a small problem in float32 nor a larger one
+    in float16."""
     if call is None:
-        t = torch.zeros(1, 8, 1, 16, device=device)
-        facts = problem.build(t, t, t, (), (), "none", None)
-    else:
-        kinds = ["dense"] * len(call.bias) + ["keep"] * len(call.mask)
-        causal = problem.check_causal(call.causal)
-        facts = problem.build(call.q, call.k, call.v, [*call.bias, *call.mask], kinds, causal, call.scale)
+        found: tuple[str, ...] = ()
+        for length, dtype in ((8, torch.float32), (512, torch.float16)):
+            t = torch.zeros(1, length, 1, 64, device=device, dtype=dtype)
+            found = backends.load(backend).objections(problem.build(t, t, t, (), (), "none", None))
+            if not found:
+                break
+        return found
+    kinds = ["dense"] * len(call.bias) + ["keep"] * len(call.mask)
+    causal = problem.check_causal(call.causal)
+    facts = problem.build(call.q, call.k, call.v, [*call.bias, *call.mask], kinds, causal, call.scale)
     return backends.load(backend).objections(facts)
 
 

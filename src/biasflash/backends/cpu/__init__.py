@@ -44,6 +44,10 @@ def objections(problem: Problem) -> tuple[str, ...]:
     return tuple(found)
 
 
+def reservations(problem: Problem) -> tuple[str, ...]:
+    return ()
+
+
 def describe(problem: Problem) -> tuple[str, ...]:
     if problem.is_empty:
         return ("nothing to compute: an axis has length zero",)

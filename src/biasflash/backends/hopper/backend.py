@@ -40,6 +40,12 @@ def objections(problem: Problem) -> tuple[str, ...]:
     return tuple(reasons.to_problem(problem))
 
 
+def reservations(problem: Problem) -> tuple[str, ...]:
+    from biasflash.backends.hopper import objections as reasons
+
+    return tuple(reasons.to_size(problem))
+
+
 def describe(problem: Problem) -> tuple[str, ...]:
     from biasflash.backends.hopper import launch
 

@@ -9,7 +9,7 @@ import triton
 
 from biasflash.backends.hopper import backward, backward_bias, config, objections
 from biasflash.backends.hopper.operands import Box, Boxed, DescriptorLaunch, batch_of, boxed, programs, statistics
-from biasflash.backends.triton.backward_plan import BackwardPlan, Share
+from biasflash.backends.triton.backward_plan import BackwardPlan
 from biasflash.backends.triton.operands import Device, Launch, Layout, Slot
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
@@ -51,6 +51,9 @@ class HopperBackward(BackwardPlan):
         is_shared = ops.has_dense and alone and not any(ops.term_views[0].strides[:-3])
         stores = kernel == "dkdv" and bool(self.stored)
         return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores)
+
+    def _windows(self) -> None:
+        return None
 
     def _launches(self) -> Iterator[Launch]:
         yield self._delta()

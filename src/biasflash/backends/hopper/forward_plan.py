@@ -9,8 +9,8 @@ import triton
 
 from biasflash.backends.hopper import config, forward, forward_shared, objections
 from biasflash.backends.hopper.operands import DescriptorLaunch, batch_of, boxed, programs
-from biasflash.backends.triton import forward_plan as portable
 from biasflash.backends.triton import forward as portable_forward
+from biasflash.backends.triton import forward_plan as portable
 from biasflash.backends.triton import tile_plan
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -44,7 +44,7 @@ def forward_recipe(
 def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     p = ops.problem
     width = max(p.D, p.Dv)
-    if ops.has_dense and p.D == p.Dv:
+    if ops.has_dense and p.Dv == p.D:
         shared = config.shared_tile(width)
         view = ops.term_views[0]
         alone = len(ops.sizes) == 1 and not any(view.strides[:-3])  # one batch axis, which the bias does not have

@@ -41,10 +41,6 @@ tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_g
 store_wait: Any = tma.store_wait
 
 
-_builtin: Any = builtin
-
-
-@_builtin
 def _add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
     from triton._C.libtriton import ir
 
@@ -53,4 +49,4 @@ def _add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
 
 
 #: adds a tile in shared memory to device memory
-tma_add: Any = getattr(tma, "async_atomic_add", None) or _add
+tma_add: Any = getattr(tma, "async_atomic_add", None) or builtin(_add)

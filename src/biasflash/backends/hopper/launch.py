@@ -23,7 +23,7 @@ log = logging.getLogger("biasflash")
 
 def _tell(problem: Problem, stage: str, reasons: Sequence[str]) -> None:
     if reasons:
-        log.warning("hopper: portable kernels run the %s of %s: %s", stage, problem, "; ".join(reasons))
+        log.info("hopper: portable kernels run the %s of %s: %s", stage, problem, "; ".join(reasons))
 
 
 @lru_cache(maxsize=1024)

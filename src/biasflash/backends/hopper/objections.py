@@ -5,22 +5,34 @@ from __future__ import annotations
 from biasflash.backends.triton.operands import Operands
 from biasflash.problem import Problem, short
 
-#: below this many keys or queries the portable path's small tiles and fused windows win
-LEAST_KEYS = 192
+#: below this many queries or keys the portable path's small tiles and fused windows win
 LEAST_QUERIES = 128
-#: the widest head whose tiles fit
-MAX_WIDTH = 256
+LEAST_KEYS = 192
+#: tiles of 128 queries below which most of an H200's 132 multiprocessors would idle; portable tiles have 64
+LEAST_TILES = 80
+
+
+def to_size(problem: Problem) -> list[str]:
+    """Where the portable kernels are faster."""
+    p = problem
+    found = []
+    if p.M < LEAST_QUERIES or p.N < LEAST_KEYS:
+        least = f"{LEAST_QUERIES} x {LEAST_KEYS}"
+        found.append(f"{p.M} queries x {p.N} keys; below {least} the portable kernels are faster")
+    tiles = -(-p.M // 128) * p.batch_size * p.Hq
+    if tiles < LEAST_TILES:
+        found.append(f"{tiles} tiles of 128 queries; below {LEAST_TILES} the portable kernels are faster")
+    return found
 
 
 def to_problem(problem: Problem) -> list[str]:
     """Objections that shapes and dtypes raise."""
     p = problem
     found = []
+    if p.is_empty:
+        found.append("an axis of length 0")
     if p.dtype.itemsize != 2:
         found.append(f"dtype {short(p.dtype)}; its kernels take float16 and bfloat16")
-    if p.M < LEAST_QUERIES or p.N < LEAST_KEYS:
-        least = f"{LEAST_QUERIES} x {LEAST_KEYS}"
-        found.append(f"{p.M} queries x {p.N} keys; below {least} the portable kernels are faster")
     if any(t.kind == "keep" for t in p.terms):
         found.append("a boolean mask; its kernels take none")
     dense = [t for t in p.terms if t.kind == "dense"]

@@ -22,21 +22,19 @@ class BuildError(RuntimeError):
     """A kernel of this package did not compile; nothing has been launched."""
 
 
-@dataclass(frozen=True)
 class _Located:
     """What Triton's launcher reads of a descriptor, for an address."""
 
-    address: int
-    shape: list[int]
-    strides: list[int]
-    padding: str = "zero"
+    __slots__ = ("data_ptr", "shape", "strides")
+    padding = "zero"
+
+    def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
+        self.data_ptr = lambda: address
+        self.shape, self.strides = shape, strides
 
     @property
     def base(self) -> _Located:
         return self
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def reservations(problem: Problem) -> tuple[str, ...]:
+    return ()
+
+
 def describe(problem: Problem) -> tuple[str, ...]:
     from biasflash.backends.triton import launch
 

@@ -116,8 +116,7 @@ class BackwardPlan:
 
     def recipe(self) -> Recipe:
         p = self.problem
-        wanted = [name for name, want in self.want.items() if want]
-        windows = window_plan.backward_recipe(self.ops, self.has_dlse, wanted, self.grads)
+        windows = self._windows()
         if windows is not None:
             return windows
         launches = tuple(self._launches())
@@ -134,6 +133,10 @@ class BackwardPlan:
             copies=copies,
             chunked=tuple(self.chunked),
         )
+
+    def _windows(self) -> Recipe | None:
+        wanted = [name for name, want in self.want.items() if want]
+        return window_plan.backward_recipe(self.ops, self.has_dlse, wanted, self.grads)
 
     def _launches(self) -> Iterator[Launch]:
         if self.lists is not None:

@@ -1,0 +1,70 @@
+"""Named problems of a few hundred queries and keys in 16 bits: several tiles of the largest kernels on both axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from biasflash.testing.case import Bias, Case
+
+
+def _long(name: str, why: str, M: int = 260, N: int = 264, H: int = 2, D: int = 64, **more: Any) -> Case:
+    """Past one tile of the largest kernels on both axes; 16 bits, since float32 takes the small ones' way."""
+    shape: dict[str, Any] = {"batch": (2,), "M": M, "N": N, "Hq": H, "Hkv": H, "D": D, "Dv": D}
+    return Case(name=name, why=why, tags=frozenset({"check"}), dtypes=("fp16", "bf16"), **(shape | more))
+
+
+#: every one is part of ``biasflash check`` on a GPU
+LONG: list[Case] = [
+    _long("long-plain", "no length fills its tiles", M=333, N=257),
+    _long("long-cross", "few queries, three key tiles", M=130, N=400, D=32),
+    _long("long-grouped", "grouped heads with a bias for all items", H=6, Hkv=2, biases=(Bias(shape="1HMN"),)),
+    _long("long-grouped-full", "grouped heads, a bias for each item", H=4, Hkv=2, D=128, biases=(Bias(shape="BHMN"),)),
+    _long("long-causal-more-keys", "queries at the end of a past", M=257, N=1000, D=128, causal=True),
+    _long("long-causal-fewer-keys", "whole tiles see nothing", M=700, N=264, causal=True, return_lse=True),
+    _long("long-causal-top-left", "the diagonal from the first key", M=300, N=520, causal="top-left"),
+    _long("long-causal-full", "a causal bias for each item", M=200, N=328, causal=True, biases=(Bias(shape="BHMN"),)),
+    _long(
+        "long-causal-shared",
+        "causal, a bias for all items, more queries than keys",
+        M=520,
+        N=264,
+        D=32,
+        causal=True,
+        biases=(Bias(shape="1HMN"),),
+    ),
+    _long("long-shared", "pairs of items around one bias tile", M=333, D=32, batch=(6,), biases=(Bias(shape="1HMN"),)),
+    _long("long-shared-odd", "an odd number of items", M=333, batch=(5,), biases=(Bias(shape="1HMN"),)),
+    _long("long-shared-heads", "a bias shared by heads", M=500, N=648, H=3, D=32, biases=(Bias(shape="B1MN"),)),
+    _long("long-shared-all", "a bias shared by items and heads", D=128, H=3, biases=(Bias(shape="11MN"),)),
+    _long(
+        "long-triangle", "rows of a pair matrix share a bias", D=32, batch=(2, 3), biases=(Bias(shape="B1HMN"),), H=4
+    ),
+    _long("long-windows", "a bias for each window", D=32, batch=(3, 2), biases=(Bias(shape="1BHMN"),)),
+    _long("long-widths", "values wider than keys", D=48, Dv=80, biases=(Bias(shape="1HMN"),)),
+    _long("long-width-96", "a width between two tiles", D=96, causal=True),
+    _long("long-latent", "latent attention's widths", D=192, Dv=128, biases=(Bias(shape="BHMN"),)),
+    _long("long-widest", "the widest heads, causal", D=256, causal=True),
+    _long(
+        "long-frozen",
+        "a fixed bias, keys that want no gradient",
+        trained="qv",
+        biases=(Bias(shape="1HMN", trained=False),),
+    ),
+    _long("long-bias-only", "the bias alone is trained", trained="", biases=(Bias(shape="1HMN"),)),
+    _long("long-bias-only-full", "a full bias alone is trained", trained="", biases=(Bias(shape="BHMN"),)),
+    _long("long-lse", "a gradient into lse", D=128, return_lse=True, biases=(Bias(shape="1HMN"),)),
+    _long("long-bias-inf", "a bias of -inf", biases=(Bias(shape="BHMN", values="some -inf"),), return_lse=True),
+    _long(
+        "long-shared-inf", "the same for all items", batch=(4,), D=32, biases=(Bias(shape="1HMN", values="some -inf"),)
+    ),
+    _long("long-lowest", "masks written as finfo.min", biases=(Bias(shape="BHMN", values="lowest"),), return_lse=True),
+    _long("long-shared-lowest", "the same for all items", batch=(4,), biases=(Bias(shape="1HMN", values="lowest"),)),
+    _long("long-shared-lowest-32", "the same, narrow", batch=(4,), D=32, biases=(Bias(shape="1HMN", values="lowest"),)),
+    _long("long-spread", "scores of a row spread by hundreds", batch=(4,), scale=9.0, biases=(Bias(shape="1HMN"),)),
+    _long("long-spread-32", "the same, narrow", batch=(4,), D=32, scale=12.0, biases=(Bias(shape="1HMN"),)),
+    _long("long-negative-scale", "what is least alike", scale=-0.2, biases=(Bias(shape="1HMN"),)),
+    _long("long-sliced", "NaN beside every tensor", strides="sliced", biases=(Bias(shape="1HMN", strides="sliced"),)),
+    _long("long-expanded", "one sequence repeated with stride 0", strides="expanded"),
+    _long("long-packed", "one packed gradient", M=264, layout="qkv", biases=(Bias(shape="BHMN"),)),
+    _long("long-packed-kv", "one projection for k and v", H=4, Hkv=2, layout="kv", causal=True),
+]

@@ -1,0 +1,107 @@
+"""Launches that redo what another kernel left out: rows far from zero are computed, all else is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from biasflash import problem as problems
+from biasflash.backends.backend import Gradients
+from biasflash.backends.triton import launch
+from biasflash.backends.triton.backward_plan import BackwardPlan
+from biasflash.backends.triton.operands import Launch, Slot, device_facts
+from biasflash.backends.triton.recipe import Recipe
+from biasflash.reference import backward as right_backward
+from biasflash.reference import forward as right_forward
+
+FILL = 7.0
+
+
+class _Redo(BackwardPlan):
+    """Delta and flags of extreme rows, then only launches that redo; ``raised``: a sum of the owner is not believed."""
+
+    DQ_COMPUTES_DELTA = False
+    raised = False
+
+    def _launches(self) -> Iterator[Launch]:
+        yield self._delta()
+        yield self._dkdv(REDO=True)
+        if self.runs_dq:
+            yield self._dq(REDO=True)
+        for i in self.owned:
+            part = self._share(i, 16, 16, lambda programs, shared: 1)
+            pointer = Slot("lse" if self.raised else "dlse")  # of which some are above 0, and none is
+            yield self._owner(i, part, REDO=True, redo_ptr=pointer, redo_pitch=self.heads)
+
+
+def _run(shape: tuple[int, ...], causal: bool, extreme: bool, raised: bool) -> tuple[Mapping[str, torch.Tensor], ...]:
+    """Gradients after the redoing launches alone, and the right ones; batch item 0 of head 0 may have extreme rows."""
+    torch.manual_seed(0)
+    B, M, N, H = 2, 40, 64, 2
+    q, k, v, dout = (torch.randn(B, n, H, 16).half() for n in (M, N, N, M))
+    bias = torch.randn(shape)
+    if extreme:
+        bias[0, 0, 3] -= 2.0e4
+        bias[0, 0, M - 1] = torch.finfo(torch.float32).min
+    bias.requires_grad_()
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    p = problems.build(*leaves, [bias], ["dense"], "bottom-right" if causal else "none", None)
+    terms = [bias.detach()]
+    q, k, v = (t.detach() for t in leaves)
+    out, lse, low = launch.run_forward(p, q, k, v, terms)
+
+    def plan(problem: problems.Problem, precision: str, facts: launch.Facts) -> Recipe:
+        rows, layouts, grads = launch.layouts(facts, 1)
+        made = _Redo(problem, device_facts(problem.device), rows, layouts, grads, True)
+        made.raised = raised
+        return made.recipe()
+
+    ours = {"dq": torch.full_like(q, FILL), "dk": torch.full_like(k, FILL), "dv": torch.full_like(v, FILL)}
+    ours["dbias"] = torch.full_like(terms[0], FILL)
+    into = Gradients(q=ours["dq"], k=ours["dk"], v=ours["dv"], terms=(ours["dbias"],))
+    launch.run_backward(p, into, dout, torch.zeros_like(lse), q, k, v, terms, out, lse, low, plan)
+    right = {name: torch.empty_like(t) for name, t in ours.items()}
+    into = Gradients(q=right["dq"], k=right["dk"], v=right["dv"], terms=(right["dbias"],))
+    right_backward(p, into, dout, None, q, k, v, terms, *right_forward(p, q, k, v, terms))
+    return ours, right
+
+
+def _close(ours: torch.Tensor, right: torch.Tensor) -> bool:
+    return bool((ours.double() - right.double()).abs().amax() <= 3e-3 * right.double().abs().amax())
+
+
+@pytest.mark.usefixtures("general_kernels")
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("shape", [(2, 2, 40, 64), (1, 2, 40, 64)], ids=["stored", "owned"])
+def test_only_what_extreme_rows_touch_is_computed(shape: tuple[int, ...], causal: bool) -> None:
+    ours, right = _run(shape, causal, extreme=True, raised=False)
+    items = 1 if shape[0] == 2 else 2  # a shared bias makes the row extreme in both
+    for name in ("dk", "dv"):
+        assert _close(ours[name][:items, :, 0], right[name][:items, :, 0]), name
+        assert (ours[name][:, :, 1] == FILL).all(), f"{name} of a head without extreme rows was written"
+        assert (ours[name][items:] == FILL).all(), f"{name} of an item without extreme rows was written"
+    if shape[0] == 2:
+        assert _close(ours["dbias"][0, 0], right["dbias"][0, 0])
+        assert (ours["dbias"][1] == FILL).all()
+        assert (ours["dbias"][0, 1] == FILL).all()
+    else:
+        for row in (3, 39):
+            assert _close(ours["dq"][:, row, 0], right["dq"][:, row, 0])
+            assert _close(ours["dbias"][0, 0, row], right["dbias"][0, 0, row])
+        assert (ours["dq"][:, :, 1] == FILL).all()
+        assert (ours["dbias"][0, 1] == FILL).all()
+
+
+@pytest.mark.usefixtures("general_kernels")
+def test_nothing_is_computed_where_no_row_is_extreme() -> None:
+    ours, _ = _run((1, 2, 40, 64), False, extreme=False, raised=False)
+    assert all((t == FILL).all() for t in ours.values())
+
+
+@pytest.mark.usefixtures("general_kernels")
+def test_a_raised_flag_redoes_every_sum() -> None:
+    ours, right = _run((1, 2, 40, 64), False, extreme=False, raised=True)
+    assert _close(ours["dbias"], right["dbias"])
+    assert (ours["dk"] == FILL).all()
