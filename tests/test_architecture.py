@@ -24,7 +24,13 @@ FILES = sorted(HOUSE.rglob("*.py"))
 KERNELS = (
     "tile/",
     *(f"backends/triton/{name}.py" for name in ("forward", "merge", "tiles", "backward", "backward_bias", "windows")),
+    *(
+        f"backends/hopper/{name}.py"
+        for name in ("pipeline", "forward", "forward_shared", "backward", "backward_step", "backward_bias")
+    ),
 )
+#: the one file that takes anything from Gluon
+GLUON = "backends/hopper/gluon.py"
 
 #: room -> rooms of the package it may import, at the top of a file or inside a function
 MAY_IMPORT: dict[str, set[str]] = {
@@ -36,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"backends.backend"},
     "backends.cpu": {"backends.cpu", "backends.backend", "problem", "bias"},
     "backends.triton": {"backends.triton", "backends.backend", "problem", "bias", "tile"},
+    "backends.hopper": {"backends.hopper", "backends.triton", "backends.backend", "problem", "bias", "tile"},
     "reference": {"backends.backend", "problem", "bias"},
     "plan": {"backends", "problem"},
     "ops": {"plan", "backends", "backends.backend", "problem"},
@@ -47,9 +54,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: the edge may import all of the package, but no one inside may import the edge, nor the tests' half the command line
 EDGE = ("testing", "cli")
 #: room -> what it may import beside the standard library
-MAY_LOAD: dict[str, set[str]] = {"tile": {"triton"}, "backends.triton": {"torch", "triton"}, "testing": {"torch"}}
-#: the one file of the edge that compiles kernels, for targets that need not be here
-COMPILES_KERNELS = "testing/offline.py"
+MAY_LOAD: dict[str, set[str]] = {
+    "tile": {"triton"},
+    "backends.triton": {"torch", "triton"},
+    "backends.hopper": {"torch", "triton"},
+    "testing": {"torch"},
+}
+#: the files of the edge that compile kernels, for targets that need not be here
+COMPILES_KERNELS = ("testing/offline.py", "testing/hopper_offline.py")
 
 
 def room(module: str) -> str:
@@ -94,13 +106,26 @@ def test_a_file_imports_only_what_its_room_may(path: Path) -> None:
             else:
                 assert there in MAY_IMPORT[here] or (there, here) == ("", ""), f"{here or 'the package'} imports {name}"
         elif top not in sys.stdlib_module_names and here != "cli":
-            allowed = MAY_LOAD.get(here, {"torch"}) | ({"triton"} if relative(path) == COMPILES_KERNELS else set())
+            allowed = MAY_LOAD.get(here, {"torch"}) | ({"triton"} if relative(path) in COMPILES_KERNELS else set())
             assert top in allowed, f"{here or 'the package'} imports {name}"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if room(module_of(p)) == "tile"], ids=relative)
 def test_tile_knows_nothing_but_triton(path: Path) -> None:
     assert {name.split(".")[0] for name in imports(path)} <= {"__future__", "triton", "biasflash"}
+
+
+def takes_from_gluon(path: Path) -> bool:
+    """Whether a file imports anything of ``triton.experimental``, which moves between versions."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [f"{n.module}.{alias.name}" for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names]
+    return any(name.split(".")[:2] == ["triton", "experimental"] for name in names)
+
+
+def test_one_file_meets_new_versions_of_gluon() -> None:
+    assert [relative(p) for p in FILES if takes_from_gluon(p)] == [GLUON]
+    assert not [p.name for p in TESTS.rglob("*.py") if takes_from_gluon(p)]
 
 
 def test_every_room_of_the_law_is_a_room_of_the_house() -> None:

@@ -193,7 +193,7 @@ def test_check_fails_with_a_poor_refusal(tmp_path: Path, monkeypatch: pytest.Mon
     [
         (("--cases", "nonsense"), "no case has the name or tag 'nonsense'"),
         (("--dtypes", "fp64"), "dtype 'fp64' is unknown; accepted: fp16, bf16, fp32"),
-        (("--backend", "cuda"), "backend 'cuda' is unknown; accepted: triton, cpu, reference"),
+        (("--backend", "cuda"), "backend 'cuda' is unknown; accepted: hopper, triton, cpu, reference"),
         (("--device", "meta"), "no backend runs there; accepted: cuda, cpu"),
     ],
 )
