@@ -24,10 +24,6 @@ FILES = sorted(HOUSE.rglob("*.py"))
 KERNELS = (
     "tile/",
     *(f"backends/triton/{name}.py" for name in ("forward", "merge", "tiles", "backward", "backward_bias", "windows")),
-    *(
-        f"backends/hopper/{name}.py"
-        for name in ("pipeline", "forward", "forward_shared", "backward", "backward_step", "backward_bias")
-    ),
 )
 #: the one file that takes anything from Gluon
 GLUON = "backends/hopper/gluon.py"
@@ -184,7 +180,9 @@ sys.stdout.write(f"{report.backend} {torch.isfinite(bias.grad).all().item()} {'t
 
 
 def is_kernel(path: Path) -> bool:
-    return relative(path).startswith(KERNELS)
+    """Triton's kernels by name, Gluon's by the decorator that a file takes."""
+    takes_jit = re.search(rf"from {module_of(HOUSE / GLUON)} import (\([^)]*\bjit\b|.*\bjit\b)", path.read_text())
+    return relative(path).startswith(KERNELS) or takes_jit is not None
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -1,0 +1,519 @@
+"""The Hopper backend as far as it can be tested without a GPU: its plans, its words, and its kernels' machine code."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="only Triton compiles kernels")
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
+
+import biasflash
+from biasflash import plan
+from biasflash.backends.hopper import backend, config, launch, objections
+from biasflash.backends.hopper.backward_plan import backward_recipe
+from biasflash.backends.hopper.forward_plan import forward_recipe
+from biasflash.backends.hopper.operands import Box, BuildError, DescriptorLaunch
+from biasflash.backends.triton import geometry
+from biasflash.backends.triton.operands import Device, Layout, Operands
+from biasflash.backends.triton.plans import contiguous_recipes
+from biasflash.backends.triton.recipe import Recipe
+from biasflash.problem import Problem, Term
+from biasflash.testing.descriptors import Descriptor, descriptors
+from biasflash.testing.hopper_offline import compile_descriptor_launch, product_loops
+from biasflash.testing.offline import Compiled, meta_tensors
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+H200 = Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
+
+
+def problem(
+    *,
+    batch: tuple[int, ...] = (16,),
+    M: int = 1024,
+    N: int = 0,
+    Hq: int = 8,
+    Hkv: int = 0,
+    D: int = 64,
+    Dv: int = 0,
+    dtype: torch.dtype = BF16,
+    biases: Sequence[str] = (),
+    bias_dtype: torch.dtype | None = None,
+    masks: Sequence[str] = (),
+    causal: bool = False,
+    trained: tuple[bool, bool, bool] = (True, True, True),
+    scale: float | None = None,
+) -> Problem:
+    """Biases and masks are words of ``1`` and letters: a lower-case letter for each batch axis, then H, M, N."""
+    N = N or M
+
+    def term(kind: str, word: str, dtype: torch.dtype) -> Term:
+        sizes = (*batch, Hq, M, N)
+        shape = tuple(1 if letter == "1" else size for letter, size in zip(word, sizes, strict=True))
+        return Term(kind=kind, shape=shape, dtype=dtype, trainable=kind == "dense")
+
+    terms = [term("dense", word, bias_dtype or dtype) for word in biases]
+    return Problem(
+        batch=batch,
+        M=M,
+        N=N,
+        Hq=Hq,
+        Hkv=Hkv or Hq,
+        D=D,
+        Dv=Dv or D,
+        dtype=dtype,
+        device=torch.device("cuda"),
+        terms=(*terms, *(term("keep", word, torch.bool) for word in masks)),
+        causal_shift=N - M if causal else None,
+        scale=D**-0.5 if scale is None else scale,
+        trainable=trained,
+    )
+
+
+def planned(p: Problem) -> tuple[dict[str, Recipe], dict[str, list[str]]]:
+    """The recipes of a call on an H200 with contiguous tensors, and why a pass is portable if it is."""
+    told: dict[str, list[str]] = {}
+
+    def keep(name: str, answer: tuple[Recipe, list[str]]) -> Recipe:
+        told[name] = answer[1]
+        return answer[0]
+
+    recipes = contiguous_recipes(
+        p,
+        H200,
+        lambda *given: keep("forward", forward_recipe(*given)),
+        lambda *given: keep("backward", backward_recipe(*given)),
+    )
+    return recipes, told
+
+
+def names(recipe: Recipe) -> list[str]:
+    """Kernels in order; Hopper kernels in capitals."""
+    found = [(x, x.kernel.__name__.removesuffix("_kernel")) for x in recipe.launches]
+    return [name.upper() if isinstance(x, DescriptorLaunch) else name for x, name in found]
+
+
+def own(recipe: Recipe, name: str) -> DescriptorLaunch:
+    found = [x for x in recipe.launches if isinstance(x, DescriptorLaunch) and x.kernel.__name__ == f"{name}_kernel"]
+    assert len(found) == 1, names(recipe)
+    return found[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ compiled
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One problem, and those of its kernels that are compiled."""
+
+    name: str
+    problem: Problem
+    kernels: tuple[str, ...]
+
+
+FULL, SHARED = ("bHMN",), ("1HMN",)
+ASKED = [
+    Asked("causal d32", problem(D=32, causal=True), ("forward",)),
+    Asked("shared bias d32", problem(D=32, biases=SHARED), ("shared_forward", "dkdv", "dq", "dbias")),
+    Asked("plain d64", problem(), ("forward", "dkdv", "dq")),
+    Asked("full bias d64", problem(biases=FULL), ("forward", "dkdv")),
+    Asked("shared bias d64", problem(biases=SHARED), ("shared_forward", "dq", "dbias")),
+    Asked("two batch axes, bias of one d48", problem(batch=(2, 3), D=48, biases=("1bHMN",)), ("dkdv",)),
+    Asked("causal grouped d128", problem(D=128, causal=True, Hkv=2), ("forward", "dkdv", "dq")),
+    Asked("full bias half precision d80, odd length", problem(D=80, N=1000, dtype=F16, biases=FULL), ("forward",)),
+    Asked("latent d192 dv128", problem(D=192, Dv=128, causal=True), ("forward",)),
+    Asked("full bias d256", problem(D=256, biases=FULL), ("forward",)),
+]
+#: bytes of stack a thread: addresses and counters that are kept outside of the main loops
+STACK = 128
+
+
+def identity(launched: DescriptorLaunch) -> tuple[object, ...]:
+    """What Triton compiles anew for: constants and blocks; lengths and strides are run-time values."""
+    pairs = zip(launched.kernel.params, launched.arguments.values(), strict=True)
+    found = [(v.dtype, v.block) if isinstance(v, Box) else v if p.is_constexpr else None for p, v in pairs]
+    return launched.kernel.__name__, *found
+
+
+def compiled_cases() -> Iterator[object]:
+    for asked in ASKED:
+        recipes, _ = planned(asked.problem)
+        for recipe in recipes.values():
+            for launched in recipe.launches:
+                name = launched.kernel.__name__.removesuffix("_kernel")
+                if isinstance(launched, DescriptorLaunch) and name in asked.kernels:
+                    tensors = meta_tensors(asked.problem, recipe)
+                    yield pytest.param(launched, tensors, id=f"{name}: {asked.name}")
+
+
+def least_covered(launched: DescriptorLaunch) -> float:
+    """The share of a round's exponentials that a warpgroup must run under its own products, by the kernel's build."""
+    has = launched.arguments
+    if launched.kernel.__name__ == "forward_kernel":
+        return 0.95
+    if launched.kernel.__name__ == "dbias_kernel":
+        return 0.7 if has["DEEP"] else 0.0  # else the other warpgroup's products fill the gap
+    return 0.95 if has["AHEAD"] else (has["ROWS"] - 1) / has["ROWS"] - 0.05  # items after the first
+
+
+def complaints(launched: DescriptorLaunch, compiled: Compiled) -> list[str]:
+    """Everything that is wrong with what the compiler made."""
+    found = []
+    if compiled.shared > H200.shared_memory:
+        found.append(f"{compiled.shared} bytes of shared memory, the GPU has {H200.shared_memory}")
+    if compiled.resources["STACK"] > STACK:
+        found.append(f"{compiled.resources['STACK']} bytes of stack a thread, at most {STACK}")
+    if re.search(r"\b(HMMA|RED|ATOMG?|UTMAREDG)\b", compiled.sass):
+        found.append("products that are not asynchronous, or sums in no fixed order")
+    loops = product_loops(compiled.sass)
+    if len(loops) < 2:
+        found.append(f"{len(loops)} loops of HGMMA; every warpgroup has one")
+    found += [str(loop) for loop in loops if loop.spills]
+    least = least_covered(launched)
+    found += [f"{loop}, {least:.2f} of them expected" for loop in loops if loop.covered < least * loop.exponentials]
+    found += [f"reads shared memory it does not have: {d}" for d in astray(compiled)]
+    return found
+
+
+def astray(compiled: Compiled) -> list[Descriptor]:
+    """Operands of products that do not lie in the program's shared memory."""
+    return [d for d in descriptors(compiled.sass) if not d.is_inside(compiled.shared)]
+
+
+@pytest.fixture
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing compiled on another day is taken for today's."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.parametrize(("launched", "tensors"), list(compiled_cases()))
+def test_a_kernel_fits_and_its_exponentials_run_under_products(
+    launched: DescriptorLaunch, tensors: Mapping[str, Tensor]
+) -> None:
+    compiled = compile_descriptor_launch(launched, tensors)
+    found = complaints(launched, compiled)
+    assert not found, f"{launched}, {compiled.resources}: {'; '.join(found)}"
+
+
+def test_every_kernel_is_compiled() -> None:
+    reached = [p.values[0] for p in compiled_cases()]  # type: ignore[attr-defined]
+    assert {x.kernel.__name__ for x in reached} == {
+        f"{name}_kernel" for name in ("forward", "shared_forward", "dkdv", "dq", "dbias")
+    }
+    assert len({identity(x) for x in reached}) == len(reached) == sum(len(a.kernels) for a in ASKED)
+
+
+LISTING = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   WARPGROUP.ARRIVE ;
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], !UPT ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], R24, gsb0 ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R88, R4, gdesc[UR4], R88, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0060*/              @!P0 BRA 0x00d0 ;
+        /*0070*/                   {first} ;
+        /*0080*/                   {second} ;
+        /*0090*/                   STL [R1+0x8], R3 ;
+        /*00a0*/               @P1 BRA 0x0010 ;
+        /*00b0*/                   EXIT ;
+        /*00c0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*00d0*/              @!P0 BRA 0x00c0 ;
+        /*00e0*/                   BRA 0x0070 ;
+"""
+
+
+def test_a_wait_that_was_lifted_above_the_exponentials_is_seen() -> None:
+    parts = ("MUFU.EX2 R3, R3", "WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    for (first, second), covered in ((parts, 1), (parts[::-1], 0)):
+        (loop,) = product_loops(LISTING.format(first=first, second=second))
+        assert (loop.start, loop.products, loop.exponentials, loop.covered, loop.spills) == (0x10, 3, 1, covered, 1)
+        assert f"{covered} of 1 exponentials" in str(loop)
+
+
+# ---------------------------------------------------------------------------------------------------------- objections
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (problem(dtype=F32), "dtype float32; its kernels take float16 and bfloat16"),
+        (problem(masks=("b11N",)), "a boolean mask"),
+        (problem(biases=("1HMN", "bHMN")), "2 biases; its kernels take one"),
+        (problem(biases=("bH1N",)), "a bias of shape (16, 8, 1, 1024)"),
+        (problem(biases=("1HM1",)), "a bias of shape (1, 8, 1024, 1)"),
+        (problem(biases=FULL, bias_dtype=F32), "a float32 bias beside bfloat16 queries"),
+        (problem(biases=FULL, N=1004), "1004 keys; bulk copies of a bias need a multiple of 8"),
+        (problem(scale=-0.5), "scale -0.5 without a bias"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_an_objection_is_worded(p: Problem, words: str) -> None:
+    assert any(words in reason for reason in objections.to_problem(p)), objections.to_problem(p)
+    assert any(words in reason for reason in backend.objections(p))
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        problem(),
+        problem(N=1003),
+        problem(causal=True, Hkv=2, dtype=F16),
+        problem(biases=FULL, scale=-0.5),
+        problem(batch=(2, 3, 4), biases=("1bcHMN",)),
+        problem(D=192, Dv=128),
+    ],
+    ids=str,
+)
+def test_what_its_kernels_take_raises_no_objection(p: Problem) -> None:
+    assert not backend.objections(p)
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (problem(M=100, N=4096), "100 queries x 4096 keys; below 128 x 192"),
+        (problem(M=4096, N=100), "4096 queries x 100 keys; below 128 x 192"),
+        (problem(batch=(1,), Hq=2), "16 tiles of 128 queries; below 80"),
+    ],
+)
+def test_small_problems_go_to_the_portable_kernels_unless_this_backend_is_named(p: Problem, words: str) -> None:
+    assert not backend.objections(p)
+    assert any(words in reason for reason in backend.reservations(p))
+    plan.choose.cache_clear()
+    free, named = plan.choose(p), plan.choose(p, "hopper")
+    assert (free.backend, named.backend) == ("triton", "hopper")
+    assert any(words in reason for reason in dict(free.objections)["hopper"])
+
+
+def test_it_is_chosen_first() -> None:
+    assert plan.choose(problem(biases=SHARED)).backend == "hopper"
+    assert plan.choose(problem(biases=SHARED), "triton").backend == "triton"
+
+
+def test_cpu_tensors_go_past_it() -> None:
+    x = torch.zeros(1, 8, 1, 16)
+    report = str(biasflash.explain(x, x, x))
+    assert "skipped   hopper: tensors are on cpu; it takes CUDA tensors" in report
+    with pytest.raises(biasflash.UnsupportedError, match="backend hopper: tensors are on cpu"):
+        biasflash.attention(x, x, x, backend="hopper")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_other_gpus_go_past_it(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert backend.objections(problem()) == (f"compute capability {capability[0]}.{capability[1]}; it takes 9.0",)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("triton", "Triton is not installed"), ("triton.experimental.gluon", "this Triton has no Gluon for Hopper")],
+)
+def test_a_machine_without_gluon_is_told_so(missing: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith(missing) else find(name))
+    (reason,) = backend.objections(problem())
+    assert reason.startswith(words)
+
+
+def layouts(p: Problem, **other: Layout) -> tuple[dict[str, Layout], list[Layout]]:
+    """Contiguous tensors of a forward pass, but for those named."""
+
+    def flat(*shape: int) -> Layout:
+        return Layout(tuple(geometry.plain_strides(shape)), True)
+
+    rows = {"q": flat(*p.batch, p.M, p.Hq, p.D), "out": flat(*p.batch, p.M, p.Hq, p.Dv)}
+    rows |= {"k": flat(*p.batch, p.N, p.Hkv, p.D), "v": flat(*p.batch, p.N, p.Hkv, p.Dv)}
+    terms = [other.pop(f"bias{i}", flat(*t.shape)) for i, t in enumerate(p.terms)]
+    return {**rows, **other}, terms
+
+
+ODD_ROWS = Layout((1024 * 8 * 65, 8 * 65, 65, 1), True)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"q": ODD_ROWS}, "q of strides"),
+        ({"v": Layout((1024 * 8 * 64, 8 * 64, 64, 1), False)}, "v of strides"),
+        ({"bias0": Layout((0, 1024 * 1028, 1028, 1), True)}, "bias0 of strides"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_layout_that_bulk_copies_do_not_take_runs_portable(other: dict[str, Layout], words: str) -> None:
+    p = problem(biases=SHARED)
+    rows, terms = layouts(p, **other)
+    recipe, reasons = forward_recipe(p, H200, rows, terms)
+    assert [r for r in reasons if r.startswith(words)], reasons
+    assert names(recipe) == ["forward"]
+    rows["dout"] = rows["out"]
+    rows |= {f"d{name}": rows[name] for name in "qkv"}
+    recipe, reasons = backward_recipe(p, H200, rows, terms, {0: layouts(p)[1][0]}, False)
+    assert [r for r in reasons if r.startswith(words)], reasons
+    assert not [name for name in names(recipe) if name.isupper()]
+
+
+def test_batch_axes_that_do_not_merge_into_two_run_portable() -> None:
+    p = problem(batch=(2, 3, 2, 3), biases=("a1c1HMN",))
+    _, told = planned(p)
+    assert all("do not merge into two" in reasons[0] for reasons in told.values())
+    rows, terms = layouts(p)
+    assert len(Operands(p, H200, rows, terms).sizes) > 2
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_a_plain_call_runs_three_kernels_beside_delta() -> None:
+    recipes, told = planned(problem())
+    assert told == {"forward": [], "backward": []}
+    assert names(recipes["forward"]) == ["FORWARD"]
+    assert names(recipes["backward"]) == ["delta", "DKDV", "DQ"]
+
+
+def test_a_full_bias_is_stored_by_dkdv_and_read_back_for_dq() -> None:
+    recipes, _ = planned(problem(biases=FULL))
+    assert names(recipes["backward"])[:2] == ["delta", "DKDV"]
+    assert own(recipes["backward"], "dkdv").arguments["STORE_DS"]
+    assert "dq_from_ds" in names(recipes["backward"])
+
+
+def test_a_shared_bias_has_a_kernel_of_its_own() -> None:
+    found = names(planned(problem(biases=SHARED))[0]["backward"])
+    assert {"delta", "DKDV", "DQ", "DBIAS"} <= set(found)
+    p = problem(biases=SHARED)
+    untrained = replace(p, terms=tuple(replace(term, trainable=False) for term in p.terms))
+    assert "DBIAS" not in names(planned(untrained)[0]["backward"])
+
+
+@pytest.mark.parametrize(
+    ("p", "at_once"),
+    [
+        (problem(biases=SHARED), True),
+        (problem(batch=(15,), biases=SHARED), False),  # items come in twos
+        (problem(biases=("b1MN",)), False),  # heads share it, batch items do not
+        (problem(batch=(1,), M=4096, biases=SHARED), False),
+        (problem(biases=SHARED, Hkv=4), False),
+        (problem(batch=(2, 8), biases=("1bHMN",)), False),  # two axes, one of which the bias has
+        (problem(batch=(2, 8), biases=("11HMN",)), True),  # both merge into one
+    ],
+    ids=str,
+)
+def test_batch_items_stand_around_one_bias_tile_where_they_can(p: Problem, at_once: bool) -> None:
+    recipes, told = planned(p)
+    assert told == {"forward": [], "backward": []}
+    assert ("SHARED_FORWARD" in names(recipes["forward"])) == at_once
+    for recipe in recipes.values():
+        for launched in recipe.launches:
+            if isinstance(launched, DescriptorLaunch):
+                rows = launched.arguments.get("ROWS", 1)
+                assert p.batch_size % rows == 0
+                assert at_once or rows == 1
+
+
+def test_few_queries_and_many_keys_are_left_to_the_kernel_that_splits_keys() -> None:
+    recipes, told = planned(problem(batch=(1,), Hq=2, M=128, N=16384, trained=(False, False, False)))
+    assert told["forward"]
+    assert names(recipes["forward"]) == ["forward", "merge"]
+
+
+def test_a_gradient_that_its_kernel_does_not_leave_out_is_said() -> None:
+    _, told = planned(problem(trained=(True, True, False)))
+    assert told["backward"] == ["dk or dv is not wanted; its kernel computes both"]
+
+
+def test_every_tile_of_the_tables_can_be_chosen() -> None:
+    widths, flags = range(1, 257), (False, True)
+    forward = {config.forward_tile(w, *x) for w in widths for x in product(flags, repeat=2)}
+    assert forward - {None} == set(config.FORWARD)
+    assert {config.shared_tile(w) for w in widths} - {None} == set(config.SHARED)
+    assert {config.owner_tile(w) for w in widths} - {None} == set(config.OWNER)
+    backward = {
+        config.backward_tile(kernel, w, *x)
+        for kernel in ("dq", "dkdv")
+        for w in widths
+        for x in product(flags, repeat=3)
+    }
+    assert backward - {None} == set(config.BACKWARD)
+
+
+def test_a_new_length_compiles_nothing() -> None:
+    """But for whether the last tile of keys is a whole one."""
+    for biases, M in product(((), FULL, SHARED), (1024, 2048)):
+        a, b = (planned(problem(M=m, biases=biases))[0] for m in (M, M + 768))
+        for name in a:
+            pairs = zip(a[name].launches, b[name].launches, strict=True)
+            found = [(x, y) for x, y in pairs if isinstance(x, DescriptorLaunch) and isinstance(y, DescriptorLaunch)]
+            assert found
+            assert all(identity(x) == identity(y) for x, y in found)
+
+
+def test_its_account_of_a_call_names_every_kernel_and_what_is_portable() -> None:
+    lines = backend.describe(problem(biases=SHARED))
+    assert [line for line in lines if not line.startswith(" ")] == ["forward:", "backward:"]
+    assert any(re.fullmatch(r"  shared_forward: \d+ programs of 2 items x 128 x \d+, .*", line) for line in lines), (
+        lines
+    )
+    assert any(line.startswith("  dbias: ") for line in lines)
+    report = str(plan.explain(problem(biases=SHARED)))
+    assert "backend   hopper" in report
+    assert "skipped   triton: not needed, hopper comes first" in report
+    wide = backend.describe(problem(M=4096, D=256))
+    assert "backward is portable: no tile for these widths" in wide
+
+
+# --------------------------------------------------------------------------------------------------------- fallen back
+
+
+def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The portable function runs twice: with this backend's recipe, which fails, then with its own."""
+
+    def warmup(*args: object, **options: object) -> None:
+        raise RuntimeError("an operation that this compiler does not know")
+
+    broken = DescriptorLaunch(
+        kernel=SimpleNamespace(__name__="forward_kernel", warmup=warmup), grid=1, arguments={}, warps=4, stages=1
+    )
+    monkeypatch.setattr(launch, "_forward", lambda *given: Recipe(launches=(broken,)))
+    real, answer = launch.portable.run_forward, tuple(torch.zeros(3))
+
+    def run_forward(*given: Any) -> Any:
+        return real(*given) if len(given) > 5 else answer
+
+    monkeypatch.setattr(launch.portable, "run_forward", run_forward)
+    launch._warn.cache_clear()
+    on_cpu = replace(problem(), device=torch.device("cpu"))
+    q = torch.zeros(16, 1024, 8, 64, dtype=BF16)
+    with caplog.at_level(logging.WARNING, logger="biasflash"):
+        assert launch.run_forward(on_cpu, q, q, q, ()) is answer
+        assert launch.run_forward(on_cpu, q, q, q, ()) is answer
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        "hopper: a kernel did not compile, portable kernels serve the call: "
+        "forward_kernel: RuntimeError: an operation that this compiler does not know"
+    )
+
+
+def test_what_the_compiler_raises_becomes_one_kind_of_error() -> None:
+    def warmup(*args: object, **options: object) -> None:
+        raise KeyError("sm_90a")
+
+    broken = DescriptorLaunch(
+        kernel=SimpleNamespace(__name__="dq_kernel", warmup=warmup), grid=1, arguments={}, warps=4, stages=1
+    )
+    with pytest.raises(BuildError, match="dq_kernel: KeyError: 'sm_90a'"):
+        broken.run({})
