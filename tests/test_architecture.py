@@ -275,5 +275,5 @@ def test_every_backend_keeps_the_whole_contract() -> None:
     for name in ORDER:
         backend = load(name)
         assert isinstance(backend.PROMISES, Promises), name
-        for member in ("objections", "describe", "forward", "backward"):
+        for member in ("objections", "reservations", "describe", "forward", "backward"):
             assert callable(getattr(backend, member)), f"{name}.{member}"
