@@ -1,0 +1,271 @@
+"""Pieces of the one-pass backward: its form, its units of work, a round of query tiles, and turns among CTAs.
+
+Keys are the rows of a score tile, so that P^T and dS^T go into their products from registers::
+
+    S^T = K Q^T    dP^T = V dO^T    dv += P^T dO    dk += dS^T Q    dQ += dS K
+
+Only dQ needs dS with queries as rows and keys of both warpgroups: it alone goes through shared memory.
+"""
+
+from dataclasses import make_dataclass
+from typing import Any
+
+from triton import constexpr_function
+
+from biasflash.backends.hopper.backward_step import OWN, added, widen
+from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, warpgroup_mma, warpgroup_mma_wait
+from biasflash.backends.hopper.pipeline import hand_back, wait_empty, wait_full
+from biasflash.tile.softmax import LOG2E
+from biasflash.tile.span import query_span
+
+L2_SHARE = gl.constexpr(1 << 24)  # bytes of queries and their gradients that programs may share at a time
+
+NAMES = [
+    "D", "DV", "BLOCK", "TILES", "A_BUFFERS", "STAGES", "BIAS_STAGES", "DS_SLOTS", "DQ_SLOTS", "HAS_BIAS", "IS_CAUSAL",
+    "STORE_DS", "RESIDENT", "IN_REGISTERS", "DK_FIRST", "ORDER", "ROUND", "COLUMNS", "S", "K_OWN", "P_K", "P_V", "DK",
+    "DV_ROWS", "DQ", "DS",
+]  # fmt: skip
+Form: Any = make_dataclass("Form", NAMES, frozen=True)
+
+
+@constexpr_function
+def form(*parameters: Any) -> Any:
+    """The kernel's parameters in one, with the queries of a round, the columns of a dQ piece, and layouts."""
+    d, dv, block, tiles = parameters[:4]
+    columns = d if tiles == 2 else d // 2
+    acc = [gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16]) for n in (block, d, dv, columns)]
+    left = [gl.DotOperandLayout(operand_index=0, parent=x, k_width=2) for x in acc[:3]]
+    tile = gl.NVMMASharedLayout.get_default_for([1, 1, 1, block, 64], gl.bfloat16)
+    layouts = (acc[0], *left, *acc[1:], tile)
+    return Form(*(gl.constexpr(x) for x in (*parameters, block * tiles, columns, *layouts)))
+
+
+@jit
+def units_of(numbers, FORM: gl.constexpr):
+    """Key tiles that this program goes through."""
+    _, items, _, N, _, _, _, _ = numbers
+    mine = gl.cdiv(items - gl.program_id(0), gl.num_programs(0))
+    if FORM.RESIDENT:
+        mine = mine * gl.cdiv(N, OWN)
+    return mine
+
+
+@jit
+def unit(n, numbers, FORM: gl.constexpr):
+    """This program's ``n``-th unit -> (key tile, key head, batch item, first key, first round, rounds, masked ones).
+
+    RESIDENT: all key tiles of an item one after the other; an item is a (batch item, key head). Otherwise an item has a
+    key tile too, and those of a (batch item, key head) come in rising order, among as many such pairs at a time as
+    share the cache: programs take turns in that order, so nobody waits for an item behind its own.
+    """
+    _, _, M, N, heads, group, batch, shift = numbers
+    blocks = gl.cdiv(N, OWN)
+    kv_heads = heads // group
+    lines = batch * kv_heads
+    if FORM.RESIDENT:
+        tile = n % blocks
+        line = gl.program_id(0) + n // blocks * gl.num_programs(0)
+    else:
+        item = gl.program_id(0) + n * gl.num_programs(0)
+        section = gl.minimum(gl.maximum(L2_SHARE // (6 * FORM.D + 2 * FORM.DV) // (M * group), 1), lines)
+        first_line = item // (section * blocks) * section
+        rest = item - first_line * blocks
+        width = gl.minimum(section, lines - first_line)
+        tile = rest // width
+        line = first_line + rest % width
+    if FORM.ORDER == "tile,head,batch":
+        b = line // kv_heads
+        h = line - b * kv_heads
+    else:
+        h = line // batch
+        b = line - h * batch
+    own_row = tile * OWN
+    start, full_start = query_span(own_row, M, shift, FORM.ROUND, OWN, FORM.IS_CAUSAL)
+    if FORM.IS_CAUSAL:
+        start = gl.where(tile == 0, 0, start)  # the first tile fills every query's sum
+    rounds = gl.cdiv(M - start, FORM.ROUND)
+    masked = gl.minimum((full_start - start) // FORM.ROUND, rounds)
+    masked = gl.where(own_row + OWN > N, rounds, masked)
+    return tile, h, b, own_row, start // FORM.ROUND, rounds, masked
+
+
+@jit
+def line_of(b, head, member, heads, group, FORM: gl.constexpr):
+    """Line of the float32 dQ buffer: one for each (batch item, query head), or one for each member of a program."""
+    if FORM.RESIDENT:
+        return gl.program_id(0) * group + member
+    else:
+        return b * heads + head
+
+
+@jit
+def wait_turn(turn_ptr, turn):
+    """Wait until ``turn`` programs have added to these queries; called by one warp."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred early;
+        await_turn:
+        ld.acquire.gpu.global.b32 $0, [$1];
+        setp.ne.b32 early, $0, $2;
+        @early bra await_turn;
+        bar.warp.sync 0xffffffff;
+        fence.proxy.async;
+        }""",
+        "=&r,l,r",
+        [turn_ptr, turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def wait_written():
+    """Wait until everything this warp had copied out is written, not merely read; then its lanes agree on that."""
+    gl.inline_asm_elementwise(
+        """{
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
+        fence.proxy.async;
+        mov.b32 $0, 0;
+        }""",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def pass_turn(turn_ptr, turn):
+    """Turn ``turn`` is over: what was added before is seen by whoever sees the next number."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        elect.sync _|one, 0xffffffff;
+        @one st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [turn_ptr, turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def own_operand(tile, WIDTH: gl.constexpr, FORM: gl.constexpr):
+    """A left operand [64, WIDTH] of the score products: the tile itself, or its copy in registers."""
+    rows = tile.reshape([64, WIDTH])
+    if FORM.IN_REGISTERS:
+        return rows.load(FORM.K_OWN)
+    else:
+        return rows
+
+
+@jit
+def begin_scores(k, v, met, met_full, use, FORM: gl.constexpr):
+    """Start S^T and dP^T of 64 keys and query tile ``use``; both [64, BLOCK]."""
+    slot = use % FORM.STAGES
+    zero = gl.zeros([64, FORM.BLOCK], gl.float32, layout=FORM.S)
+    wait_full(met_full, use, FORM.STAGES)
+    q = met[0].index(slot).reshape([FORM.BLOCK, FORM.D]).permute((1, 0))
+    dout = met[1].index(slot).reshape([FORM.BLOCK, FORM.DV]).permute((1, 0))
+    s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, dout, zero, use_acc=False, is_async=True)
+    return s, dp
+
+
+@jit
+def weights(
+    w: gl.constexpr, s, use, bias, rows, bias_full, own_row, row, N, shift, scale, MASKED: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
+    """P^T of query tile ``use``, whose first query is ``row``."""
+    unit_scale = LOG2E
+    if FORM.HAS_BIAS:
+        wait_full(bias_full, use, FORM.BIAS_STAGES)
+        tile = bias.index(use % FORM.BIAS_STAGES * 2 + w).reshape([FORM.BLOCK, 64]).permute((1, 0))
+        s = s * scale + widen(tile.load(FORM.S))
+    else:
+        unit_scale = scale * LOG2E
+    reference = rows[0].index(use % FORM.STAGES).reshape([FORM.BLOCK]).load(gl.SliceLayout(0, FORM.S))
+    y = s * unit_scale - reference[None, :]
+    if MASKED:
+        key = own_row + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, FORM.S))
+        seen = (key < N)[:, None]
+        if FORM.IS_CAUSAL:
+            last = row + shift + gl.arange(0, FORM.BLOCK, layout=gl.SliceLayout(0, FORM.S))
+            seen = seen & (key[:, None] <= last[None, :])
+        y = gl.where(seen, y, float("-inf"))
+    return gl.exp2(y)
+
+
+@jit
+def run_round(
+    w: gl.constexpr, dk, dv, k, v, own_at, use, own_row, row, N, shift, scale, own, met, bias, rows, ds_tiles, dq_tiles,
+    bars, MASKED: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
+    """TILES query tiles from ``row`` on, against 64 keys; their dQ pieces are left to the adding warp.
+
+    Both warpgroups' dS tiles make a dQ: of one tile each where a round has two, else of half the columns each. All
+    rings of tiles count alike, by ``use``.
+    """
+    met_full, met_empty, bias_full, bias_empty, ds_full, ds_empty, dq_full, dq_empty = bars
+    dtype: gl.constexpr = met[0].dtype
+    s, dp = begin_scores(k, v, met, met_full, use, FORM)
+    held = ()  # left operands of products in flight
+    for u in gl.static_range(FORM.TILES):
+        i = use + u
+        slot = i % FORM.STAGES
+        s = warpgroup_mma_wait(3 if u > 0 else 1, deps=(s,))  # also in flight: dv, dk of the tile before
+        p = weights(w, s, i, bias, rows, bias_full, own_row, row + u * FORM.BLOCK, N, shift, scale, MASKED, FORM)
+        delta = rows[1].index(slot).reshape([FORM.BLOCK]).load(gl.SliceLayout(0, FORM.S))
+        wait_empty(ds_empty, i, FORM.DS_SLOTS)
+        dp = warpgroup_mma_wait(2 if u > 0 else 0, deps=(dp,))
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        p_left = gl.convert_layout(p.to(dtype), FORM.P_V)
+        ds_left = gl.convert_layout(ds, FORM.P_K)
+        held = added(added(held, p_left), ds_left)
+        if u + 1 < FORM.TILES:
+            s, dp = begin_scores(k, v, met, met_full, i + 1, FORM)
+        dv = warpgroup_mma(p_left, met[1].index(slot).reshape([FORM.BLOCK, FORM.DV]), dv, is_async=True)
+        if u + 1 < FORM.TILES or FORM.DK_FIRST:
+            dk = warpgroup_mma(ds_left, met[0].index(slot).reshape([FORM.BLOCK, FORM.D]), dk, is_async=True)
+        ds_tiles.index(i % FORM.DS_SLOTS * 2 + w).reshape([FORM.BLOCK, 64]).permute((1, 0)).store(ds)
+        fence_async_shared()
+        hand_back(ds_full, i, FORM.DS_SLOTS)
+        if FORM.HAS_BIAS:
+            hand_back(bias_empty, i, FORM.BIAS_STAGES)  # no sooner: this tile's weights came from it
+    mine = use
+    if FORM.TILES == 2:
+        mine = use + w
+    wait_full(ds_full, mine, FORM.DS_SLOTS)
+    dq = gl.zeros([64, FORM.COLUMNS], gl.float32, layout=FORM.DQ)
+    for half in gl.static_range(2):
+        ds_tile = ds_tiles.index(mine % FORM.DS_SLOTS * 2 + half).reshape([FORM.BLOCK, 64])
+        keys = own[0].index(own_at + half).reshape([64, FORM.D])
+        if FORM.TILES == 1:
+            keys = keys.slice(w * FORM.COLUMNS, FORM.COLUMNS, dim=1)
+        dq = warpgroup_mma(ds_tile, keys, dq, use_acc=half > 0, is_async=True)
+    if not FORM.DK_FIRST:
+        last = (use + FORM.TILES - 1) % FORM.STAGES
+        dk = warpgroup_mma(ds_left, met[0].index(last).reshape([FORM.BLOCK, FORM.D]), dk, is_async=True)
+    done = warpgroup_mma_wait(0 if FORM.DK_FIRST else 1, deps=(dq, dv) + held)  # noqa: RUF005
+    hand_back(ds_empty, mine, FORM.DS_SLOTS)
+    piece = use // FORM.TILES * 2 + w
+    wait_empty(dq_empty, piece, FORM.DQ_SLOTS)
+    dq_tiles.index(piece % FORM.DQ_SLOTS).reshape([64, FORM.COLUMNS]).store(done[0])
+    fence_async_shared()
+    hand_back(dq_full, piece, FORM.DQ_SLOTS)
+    dv = done[1]
+    if FORM.DK_FIRST:
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+    else:
+        rest = warpgroup_mma_wait(0, deps=(dk, ds_left))
+        dk = rest[0]
+    for u in gl.static_range(FORM.TILES):
+        hand_back(met_empty, use + u, FORM.STAGES)
+    return dk, dv
