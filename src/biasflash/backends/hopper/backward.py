@@ -144,7 +144,7 @@ def consume(
         if KEYS:
             members = group
         for member in range(members):
-            ds_place = (b0 * ds_moves[0], b1 * ds_moves[1], (h * group + member) * ds_moves[2])
+            ds_place = at(b0, b1, h * group + member, 0, 0, ds_moves)
             if STORE_DS and IS_CAUSAL:  # queries that see none of these keys
                 store_wait(0)
                 empty = gl.zeros([64, BLOCK], own[0].dtype, layout=S)

@@ -353,7 +353,8 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
         met += 1  # noqa: SIM113
 
 
-@jit(do_not_specialize=["n0", "n1", "items", "M", "N", "heads", "group", "owners", "shared", "chunk", "shift", "scale"])
+@jit(do_not_specialize=["q_moves", "dout_moves", "k_moves", "v_moves", "bias_moves", "n0", "n1", "items", "M", "N",
+                        "heads", "group", "owners", "shared", "chunk", "shift", "scale"])  # fmt: skip
 def dbias_kernel(
     q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dbias_desc, partial_ptr, flag_ptr,
     q_moves, dout_moves, k_moves, v_moves, bias_moves, n0, n1, items, M, N, heads, group, owners, shared, chunk, shift,
@@ -364,8 +365,8 @@ def dbias_kernel(
     """dbias tile [128, BLOCK_N * CHUNKS_N] = sum of ds over the pairs (batch item, head) that share it.
 
     Axes ``(b0, b1, head)`` have sizes ``(n0, n1, heads)``; OWNS marks those that the bias varies along, ``owners`` and
-    ``shared`` are the products of the sizes of those and of the others. ``bias_moves`` is 0 along shared axes and also
-    serves ``dbias_desc``. Blocks: q and dout 128 rows, k and v as many rows as a tile has columns, bias and dbias
+    ``shared`` are the products of the sizes of those and of the others. ``bias_moves`` has no bit of shared axes and
+    also serves ``dbias_desc``. Blocks: q and dout 128 rows, k and v as many rows as a tile has columns, bias and dbias
     [64, columns], statistics [1, 128].
 
     Items: tiles x owners x chunks, a chunk being ``chunk`` shared indices. Grid: any, items are taken in strides.

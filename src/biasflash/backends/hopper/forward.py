@@ -1,9 +1,9 @@
 """Forward pass: warpgroups of 64 query rows each, fed by one warp that copies query, key, value and bias tiles.
 
 Every warpgroup keeps two products in flight: the scores of a key tile and the previous tile's weights times values;
-the softmax runs under the latter. Keys are walked from the last tile to the first, so that the tiles that need a mask
-come first and the main loop has none. Programs are persistent: tiles of the next item are copied while the warpgroups
-finish an item, so the rings count their uses over all items.
+the softmax runs under the latter. Keys are walked from the last tile to the first: tiles that need a mask come first.
+Programs are persistent: tiles of the next item are copied while the warpgroups finish an item, so the rings count their
+uses over all items.
 """
 
 from dataclasses import make_dataclass
@@ -12,6 +12,7 @@ from typing import Any
 from triton import constexpr_function
 
 from biasflash.backends.hopper import pipeline as ring
+from biasflash.backends.hopper.deal import deal, first_lot, following, locate
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
     gl,
@@ -23,16 +24,17 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from biasflash.tile.softmax import EXTREME, LN2, LOG2E
-from biasflash.tile.span import key_span, place
+from biasflash.tile.softmax import LN2, LOG2E
+from biasflash.tile.span import key_span
 
 ROWS = gl.constexpr(64)  # of one warpgroup
 NEG_INF = gl.constexpr(float("-inf"))
-L2_SHARE = gl.constexpr(1 << 25)  # bytes of keys and values that programs may share at a time; a Hopper has 50 to 60 MB
+# From here on a float32 score is 64 at least from any other: weights are those of equals or nothing, in any unit.
+FAR = gl.constexpr(2.0**29)
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "FLAG_EXTREME", "OUT_APART", "PINNED", "ORDER", "BLOCK_M", "SCORES", "OUT", "SUMS",
+    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "BLOCK_M", "SCORES", "OUT", "SUMS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -48,33 +50,6 @@ def form(*parameters: Any) -> Any:
 def slots(desc, COUNT: gl.constexpr):
     """Shared memory for COUNT boxes of a tensor."""
     return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@jit
-def locate(item, items, extent, FORM: gl.constexpr):
-    """Item -> (query tile, batch item, head).
-
-    CAUSAL: the longest first among as many (batch item, head) pairs at a time as share the cache; every second round
-    of the grid is dealt backwards, so that a short item follows a long one.
-    """
-    M, N, heads, batch, _shift = extent
-    tiles = gl.cdiv(M, FORM.BLOCK_M)
-    if FORM.IS_CAUSAL:
-        dealt = item - gl.program_id(0)
-        back = dealt + gl.minimum(gl.num_programs(0), items - dealt) - 1 - gl.program_id(0)
-        index = gl.where((dealt // gl.num_programs(0)) % 2 == 1, back, item)
-        pairs = batch * heads
-        section = gl.minimum(gl.maximum(L2_SHARE // (2 * (FORM.D_BLOCK + FORM.DV_BLOCK)) // N, 1), pairs)
-        first = index // (section * tiles) * section
-        rest = index - first * tiles
-        width = gl.minimum(section, pairs - first)
-        pair = first + rest % width
-        if FORM.ORDER == "tile,head,batch":
-            return tiles - 1 - rest // width, pair // heads, pair % heads
-        else:
-            return tiles - 1 - rest // width, pair % batch, pair // batch
-    else:
-        return place(item, tiles, batch, heads, FORM.ORDER)
 
 
 @jit
@@ -131,10 +106,10 @@ def load_keys(u, i, tiles, spot, descs, moves, buffers, rings, FORM: gl.constexp
 def copy_tiles(q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM: gl.constexpr):
     """The copying warp."""
     q_tiles, q_full, q_empty = q_parts
-    base = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, b, h = locate(item, items, extent, FORM)
-        done = (item - gl.program_id(0)) // gl.num_programs(0)
+    dealt = deal(items, extent, FORM)
+    lot, turn, done, base = first_lot(FORM), 0, 0, 0
+    while lot < dealt[0]:
+        tile, b, h = locate(lot, turn, dealt, extent, FORM)
         row = tile * FORM.BLOCK_M
         spot = (b // inner, b % inner, h, h // group, row)
         tiles, _masked = key_tiles(row, extent, FORM.BLOCK_M, FORM)
@@ -147,6 +122,8 @@ def copy_tiles(q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, i
         for i in range(1, tiles):
             load_keys(base + i, i, tiles, spot, descs, moves, buffers, rings, FORM)
         base += tiles
+        done += 1
+        lot, turn = following(lot, turn, dealt, extent, FORM)
 
 
 @jit
@@ -179,6 +156,19 @@ def hide(x, limit, column, FORM: gl.constexpr):
 
 
 @jit
+def row_unit(top, unit, FORM: gl.constexpr):
+    """What turns the scores of rows with maximum ``top`` into base 2.
+
+    LOW_RANGE: 1 beyond FAR, where references are exact then, up to ``finfo.max``, which LOG2E takes to infinity. Before
+    it a rounded reference is 32 off at most: a factor of all weights of the row (float16 holds half of that).
+    """
+    if FORM.LOW_RANGE:
+        return gl.where(gl.abs(top) > FAR, 1.0, unit)
+    else:
+        return unit
+
+
+@jit
 def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.constexpr):
     """One tile of scores -> (weights, maximum, sum, factor for what was accumulated).
 
@@ -186,21 +176,24 @@ def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.cons
     parts a row: no conversion here moves anything, and threads add up at the end. GUARD: a row may have seen nothing.
     """
     top = gl.maximum(m, gl.max(x, 1))
+    unit = row_unit(top, unit, FORM)
     reference = rounded(top, unit)
     if GUARD:
         reference = gl.where(top == NEG_INF, 0.0, reference)
     p = gl.exp2(x * gl.expand_dims(unit, 1) - gl.expand_dims(reference, 1))
-    alpha = gl.exp2(rounded(m, unit) - reference)
+    alpha = gl.exp2(rounded(m, unit) - reference)  # 0 where only one of the maxima is beyond FAR: in either unit
     parts = gl.convert_layout(gl.sum(gl.reshape(p, [ROWS, FORM.BLOCK_N // 8, 8]), 1), FORM.SUMS)
     l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, FORM.SUMS)), 1) + parts
     return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, FORM.OUT, 2)), top, l, alpha
 
 
 @jit
-def step(
-    w: gl.constexpr, q, o, p, m, l, u, end, limit, unit, scale, buffers, rings, MASKED: gl.constexpr, FORM: gl.constexpr
-):  # fmt: skip
-    """Scores of tile ``u``, and the sum over tile ``u - 1`` under whose product their softmax runs."""
+def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, FORM: gl.constexpr):
+    """Scores of tile ``u``, and the sum over tile ``u - 1`` under whose product their softmax runs.
+
+    CAUSAL: tiles before ``full`` need a mask. That is a branch and not a loop of its own: between two loops weights of
+    two bytes are unpacked and packed at every tile, 64 instructions beside 460.
+    """
     k_tiles, v_tiles, bias_tiles = buffers
     k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
     EARLY: gl.constexpr = FORM.WARPGROUPS == 2  # a bias tile in registers before the scores are: not with 160 of them
@@ -218,9 +211,10 @@ def step(
         s = s * scale + widen(bias)
         ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
     ring.hand_back(k_empty, u, FORM.KV_STAGES)
-    if MASKED:
-        s = hide(s, limit, (end - 1 - u) * FORM.BLOCK_N, FORM)
-    weights, m, l, alpha = weigh(s, m, l, unit, q.dtype, MASKED or FORM.HAS_BIAS, FORM)
+    if FORM.IS_CAUSAL:  # noqa: SIM102
+        if u < full:
+            s = hide(s, limit, (end - 1 - u) * FORM.BLOCK_N, FORM)
+    weights, m, l, alpha = weigh(s, m, l, unit, q.dtype, FORM.IS_CAUSAL or FORM.HAS_BIAS, FORM)
     if FORM.PINNED:
         # The assembler lifts the wait for the product above the exponentials where both sit in one basic block. The
         # wait for the next keys is due anyway; here its loop ends the block.
@@ -231,24 +225,25 @@ def step(
 
 
 @jit
-def store_statistics(w: gl.constexpr, m, l, unit, row, tile, head, M, row_ptrs, FORM: gl.constexpr):
-    """Write lse, its second half and the flag of a warpgroup's rows; return what sums are to be multiplied with."""
-    lse_ptr, low_ptr, rare_ptr = row_ptrs
+def store_statistics(m, l, unit, scale, row, head, M, row_ptrs, FORM: gl.constexpr):
+    """Write lse and what its rounding lost of a warpgroup's rows; return what sums are to be multiplied with."""
+    lse_ptr, low_ptr = row_ptrs
     dead = l == 0.0
     sums = gl.where(dead, 1.0, l)
-    reference = rounded(m, unit)
-    log_sum = gl.log2(sums) * LN2
-    top = gl.where(dead, 0.0, reference)
-    lse = gl.fma(top, LN2, log_sum)
+    m = gl.where(dead, 0.0, m)
+    unit = row_unit(m, unit, FORM)
+    log_sum = gl.log2(sums) - gl.fma(m, unit, -rounded(m, unit))  # sums are relative to the rounded reference
+    top = m
+    if not FORM.HAS_BIAS:
+        top = rounded(m, gl.full_like(m, scale))
+    lse = gl.fma(log_sum, LN2, top)
     to = head.to(gl.int64) * M + row
     gl.store(lse_ptr + to, gl.where(dead, NEG_INF, lse), mask=row < M)
     if FORM.KEEP_LOW:
-        gl.store(low_ptr + to, gl.fma(top, LN2, -lse) + log_sum, mask=row < M)
-    if FORM.FLAG_EXTREME:  # a NaN is extreme; so is a row whose scores are finite but all overflow in base 2
-        alive = (m != NEG_INF) | (l != 0.0)
-        extreme = gl.where(gl.abs(reference) <= EXTREME * LOG2E, 0.0, 1.0)
-        flag = gl.max(gl.where(alive & (row < M), extreme, 0.0), 0)
-        gl.store(rare_ptr + (head * gl.cdiv(M, FORM.BLOCK_M) + tile) * FORM.WARPGROUPS + w, flag)
+        low = gl.fma(log_sum, LN2, top - lse)
+        if not FORM.HAS_BIAS:
+            low += gl.fma(m, scale, -top)
+        gl.store(low_ptr + to, low, mask=row < M)
     return gl.where(dead, 0.0, 1.0 / sums)
 
 
@@ -266,11 +261,11 @@ def attend(
     M, N, heads, _batch, shift = extent
     q = q_tiles.index(w).reshape([ROWS, FORM.D_BLOCK])
     unit = gl.full([ROWS], LOG2E if FORM.HAS_BIAS else scale * LOG2E, gl.float32, layout=ROW)
-    base = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, b, h = locate(item, items, extent, FORM)
+    dealt = deal(items, extent, FORM)
+    lot, turn, done, base = first_lot(FORM), 0, 0, 0
+    while lot < dealt[0]:
+        tile, b, h = locate(lot, turn, dealt, extent, FORM)
         tiles, masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
-        done = (item - gl.program_id(0)) // gl.num_programs(0)
         start = tile * FORM.BLOCK_M + w * ROWS
         first = base
         end = base + tiles
@@ -306,17 +301,15 @@ def attend(
         full = first + 1
         if FORM.IS_CAUSAL:
             full = first + gl.minimum(gl.maximum(masked, 1), end - first)
-            for u in range(first + 1, full):
-                o, p, m, l = step(w, q, o, p, m, l, u, end, limit, unit, scale, buffers, rings, True, FORM)
-        for u in range(full, end):
-            o, p, m, l = step(w, q, o, p, m, l, u, end, limit, unit, scale, buffers, rings, False, FORM)
+        for u in range(first + 1, end):
+            o, p, m, l = step(w, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, FORM)
 
         if FORM.OUT_APART:
             mbarrier.arrive(q_empty.index(w), count=1)
         ring.wait_full(v_full, end - 1, FORM.KV_STAGES)
         o = add_values(p, v_tiles, end - 1, o, FORM)
         l = gl.convert_layout(gl.sum(l, 1), ROW)
-        inverse = store_statistics(w, m, l, unit, row, tile, b * heads + h, M, row_ptrs, FORM)
+        inverse = store_statistics(m, l, unit, scale, row, b * heads + h, M, row_ptrs, FORM)
         o, p = warpgroup_mma_wait(0, deps=(o, p))
         ring.hand_back(v_empty, end - 1, FORM.KV_STAGES)
         o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, FORM.OUT)), 1)
@@ -329,17 +322,19 @@ def attend(
             store_wait(0)
             mbarrier.arrive(q_empty.index(w), count=1)
         base = end
+        done += 1
+        lot, turn = following(lot, turn, dealt, extent, FORM)
     store_wait(0)
 
 
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
                         "group", "batch", "shift"])  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, rare_ptr,
+    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
     KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, FLAG_EXTREME: gl.constexpr, ORDER: gl.constexpr,
+    ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, OUT_APART: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, with lse ``[batch, heads, M]``.
@@ -347,13 +342,13 @@ def forward_kernel(
     Grid: up to ``items`` = cdiv(M, 64 WARPGROUPS) * batch * heads persistent programs. Blocks: q ``[64, D_BLOCK]``,
     k ``[BLOCK_N, D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. OUT_APART: the
     output has shared memory of its own, else it takes the queries' place (equal blocks only). KEEP_LOW: ``low_ptr``
-    gets what lse's rounding lost. FLAG_EXTREME: ``rare_ptr`` ``[batch, heads, tiles, WARPGROUPS]`` gets 1 where a
-    row's reference is beyond what one FMA resolves, else 0. PINNED: exponentials stay under the product (needs two
-    KV_STAGES).
+    gets what lse's rounding lost. LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the
+    product (needs two KV_STAGES). ``*_moves``: see ``pipeline.at``.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL,
-                              ODD_N, KEEP_LOW, FLAG_EXTREME, OUT_APART, PINNED, ORDER)  # fmt: skip
+                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER)  # fmt: skip
     gl.static_assert(OUT_APART or D_BLOCK == DV_BLOCK, "the output does not fit in the queries' place")
+    gl.static_assert(HAS_BIAS or not LOW_RANGE, "only a bias is that low")
     gl.static_assert(KV_STAGES > 1 or not PINNED, "waiting early for the next keys needs a second slot")
     q_tiles = slots(q_desc, WARPGROUPS)
     k_tiles = slots(k_desc, KV_STAGES)
@@ -377,7 +372,7 @@ def forward_kernel(
     rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
     q_parts = (q_tiles, q_full, q_empty)
     out_parts = (out_desc, out_moves, out_tiles)
-    row_ptrs = (lse_ptr, low_ptr, rare_ptr)
+    row_ptrs = (lse_ptr, low_ptr)
     extent = (M, N, heads, batch, shift)
     descs = (k_desc, v_desc, bias_desc)
     moves = (k_moves, v_moves, bias_moves)

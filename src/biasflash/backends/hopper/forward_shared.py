@@ -3,7 +3,7 @@
 Units of work are (key tile, batch item), the items of one tile in turn. The scores of the next unit are issued before
 the weights of this one are multiplied, across key tiles and across the items of a program as well (the last unit of
 all issues scores that nobody reads). Rings: queries of ROWS batch items, one key and value tile of one of them, one
-bias tile. Keys are walked from the last tile to the first, so that the main loop has no mask.
+bias tile. Keys are walked from the last tile to the first: tiles that need a mask come first.
 """
 
 from dataclasses import make_dataclass
@@ -12,7 +12,7 @@ from typing import Any
 from triton import constexpr_function
 
 from biasflash.backends.hopper import pipeline as ring
-from biasflash.backends.hopper.forward import key_tiles, rounded, slots, store_statistics, widen
+from biasflash.backends.hopper.forward import key_tiles, rounded, row_unit, slots, store_statistics, widen
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
     gl,
@@ -31,7 +31,7 @@ NEG_INF = gl.constexpr(float("-inf"))
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "BLOCK_N", "ROWS", "Q_BUFFERS", "KV_STAGES", "BIAS_STAGES", "IS_CAUSAL", "AHEAD",
-    "KEEP_LOW", "FLAG_EXTREME", "ORDER", "BLOCK_M", "WARPGROUPS", "REACH", "KEEP", "SCORES", "OUT",
+    "KEEP_LOW", "LOW_RANGE", "ORDER", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "SCORES", "OUT",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -48,7 +48,7 @@ def form(*parameters: Any) -> Any:
     reach = 2 if ahead else 1
     keep = rows * dv + n * (1 + reach) <= 384
     layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]) for width in (n, dv))
-    return Form(*(gl.constexpr(x) for x in (*parameters, 128, 2, reach, keep, *layouts)))
+    return Form(*(gl.constexpr(x) for x in (*parameters, 128, True, reach, keep, *layouts)))
 
 
 @jit
@@ -169,8 +169,8 @@ def hide(x, end, FORM: gl.constexpr):
 
 @jit
 def key_tile(
-    w: gl.constexpr, s, out, m, l, uses, j, tiles, done, more, limit, scale, buffers, rings,
-    MASKED: gl.constexpr, FORM: gl.constexpr,
+    w: gl.constexpr, s, out, m, l, uses, j, tiles, masked, done, more, limit, scale, buffers, rings,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """One key tile of ROWS batch items; returns ``(s, out, m, l)``.
 
@@ -191,14 +191,15 @@ def key_tile(
         if g == 0 or not FORM.KEEP:
             stage = uses % FORM.BIAS_STAGES
             bias = widen(bias_tiles.index(stage * 2 + w).reshape([64, FORM.BLOCK_N]).load(FORM.SCORES))
-            if MASKED:  # on the bias, so that it is masked once for ROWS items
+            if j < masked:  # on the bias, once for ROWS items; on scores it spills 50 registers
                 bias = hide(bias, limit + 1 - (tiles - 1 - j) * FORM.BLOCK_N, FORM)
         if g > 0:
             s = warpgroup_mma_wait(FORM.REACH, deps=(s,))
         x = s * scale + bias
         top = gl.maximum(m[g], gl.max(x, 1))
-        reference = gl.where(top == NEG_INF, 0.0, rounded(top, gl.full_like(top, LOG2E)))
-        alpha = gl.exp2(rounded(m[g], gl.full_like(top, LOG2E)) - reference)
+        unit = row_unit(top, gl.full_like(top, LOG2E), FORM)
+        reference = gl.where(top == NEG_INF, 0.0, rounded(top, unit))
+        alpha = gl.exp2(rounded(m[g], unit) - reference)
         m = replaced(m, g, top, FORM.ROWS)
         if g == 0 and (j == 0) & (done > 0):  # the output of the item before lies where its queries were
             store_wait(0)
@@ -209,7 +210,7 @@ def key_tile(
             o, p = warpgroup_mma_wait(FORM.REACH - 1, deps=(out[g - 1], p))
             out = replaced(out, g - 1, o, FORM.ROWS)
             ring.hand_back(kv_empty, u - 1, FORM.KV_STAGES)
-        weights = gl.exp2(x * LOG2E - reference[:, None])
+        weights = gl.exp2(x * unit[:, None] - reference[:, None])
         fade = gl.convert_layout(alpha, gl.SliceLayout(1, l[g].type.layout))
         l = replaced(l, g, l[g] * fade[:, None] + lane_sums(weights, FORM), FORM.ROWS)
         p = gl.convert_layout(weights.to(q_tiles.dtype), gl.DotOperandLayout(0, FORM.OUT, 2))
@@ -259,21 +260,16 @@ def attend(
         out = repeated(gl.zeros([64, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT), FORM.ROWS)
         m = repeated(gl.full([64], NEG_INF, gl.float32, layout=ROW), FORM.ROWS)
         l = repeated(no_sums, FORM.ROWS)
-        for j in range(0, masked):
+        for j in range(tiles):
             s, out, m, l = key_tile(
-                w, s, out, m, l, uses, j, tiles, done, more, limit, scale, buffers, rings, True, FORM
-            )
-            uses += 1
-        for j in range(masked, tiles):
-            s, out, m, l = key_tile(
-                w, s, out, m, l, uses, j, tiles, done, more, limit, scale, buffers, rings, False, FORM
+                w, s, out, m, l, uses, j, tiles, masked, done, more, limit, scale, buffers, rings, FORM
             )
             uses += 1
         slot = done % FORM.Q_BUFFERS * FORM.ROWS
         for g in gl.static_range(FORM.ROWS):
             total = gl.convert_layout(gl.sum(l[g], 1), ROW)
             head = (first + g) * heads + h
-            inverse = store_statistics(w, m[g], total, unit, row, tile, head, M, row_ptrs, FORM)
+            inverse = store_statistics(m[g], total, unit, scale, row, head, M, row_ptrs, FORM)
             o = out[g] * gl.convert_layout(inverse, gl.SliceLayout(1, FORM.OUT))[:, None]
             q_tiles.index((slot + g) * 2 + w).reshape([64, FORM.DV_BLOCK]).store(o.to(q_tiles.dtype))
         fence_async_shared()
@@ -286,11 +282,11 @@ def attend(
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
                         "group", "batch", "shift"])  # fmt: skip
 def shared_forward_kernel(
-    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, rare_ptr,
+    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     Q_BUFFERS: gl.constexpr, KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    AHEAD: gl.constexpr, KEEP_LOW: gl.constexpr, FLAG_EXTREME: gl.constexpr, ORDER: gl.constexpr,
+    AHEAD: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, ROWS batch items around one bias tile.
@@ -302,7 +298,7 @@ def shared_forward_kernel(
     are formed, not after.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, Q_BUFFERS, KV_STAGES, BIAS_STAGES, IS_CAUSAL, AHEAD,
-                              KEEP_LOW, FLAG_EXTREME, ORDER)  # fmt: skip
+                              KEEP_LOW, LOW_RANGE, ORDER)  # fmt: skip
     gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")
     gl.static_assert(TILES == 1, "a round is one key tile: the scores of the next are issued in it anyway")
     gl.static_assert(Q_BUFFERS >= 2 and BIAS_STAGES >= 2, "the next item's first scores are issued within this one")
@@ -324,7 +320,7 @@ def shared_forward_kernel(
     fence_async_shared()
     descs = (q_desc, k_desc, v_desc, bias_desc)
     moves = (q_moves, k_moves, v_moves, bias_moves)
-    row_ptrs = (lse_ptr, low_ptr, rare_ptr)
+    row_ptrs = (lse_ptr, low_ptr)
     buffers = (q_tiles, k_tiles, v_tiles, bias_tiles)
     rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty)
     extent = (M, N, heads, batch, shift)

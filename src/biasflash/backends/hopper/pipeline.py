@@ -50,5 +50,8 @@ def hand_back(empty, i, STAGES: gl.constexpr):
 
 @jit
 def at(b0, b1, head, row, column, moves):
-    """Coordinates in a tensor ``(b0, b1, head, row, column)``; ``moves`` holds 0 for axes it is broadcast along."""
-    return [b0 * moves[0], b1 * moves[1], head * moves[2], row, column]
+    """Coordinates in a tensor ``(b0, b1, head, row, column)``.
+
+    Bits 0, 1 and 2 of ``moves`` are for the first three axes: 0 where the tensor is broadcast.
+    """
+    return [b0 * (moves & 1), b1 * ((moves >> 1) & 1), head * ((moves >> 2) & 1), row, column]
