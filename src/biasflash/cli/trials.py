@@ -179,7 +179,8 @@ class Stage:
     def scratch(self, recipe: Any) -> dict[str, Tensor]:
         """All tensors of a recipe, its own scratch among them."""
         lse = self.tensors["lse"]
-        return self.tensors | {name: lse.new_empty(count) for name, count in recipe.scratch}
+        zeroed = {name: lse.new_zeros(count, dtype=torch.int32) for name, count in recipe.zeroed}
+        return self.tensors | zeroed | {name: lse.new_empty(count) for name, count in recipe.scratch}
 
     def run(self, recipe: Any) -> dict[str, Tensor]:
         tensors = self.scratch(recipe)

@@ -80,6 +80,7 @@ def meta_tensors(problem: Problem, recipe: Recipe) -> dict[str, torch.Tensor]:
 
     tensors = {name: like(problem.dtype) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
     tensors |= {name: like(torch.float32) for name in ("lse", "low", "dlse", *(name for name, _ in recipe.scratch))}
+    tensors |= {name: like(torch.int32) for name, _ in recipe.zeroed}
     for i, term in enumerate(problem.terms):
         tensors[f"bias{i}"] = like(torch.uint8 if term.dtype == torch.bool else term.dtype)
         tensors[f"grad{i}"] = tensors[f"dense_grad{i}"] = like(term.dtype)

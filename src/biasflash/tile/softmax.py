@@ -111,14 +111,6 @@ def head_flag(flags, tiles, RARE: tl.constexpr):
 
 
 @triton.jit
-def tile_flag(flags, pitch, q_start, BLOCK_M: tl.constexpr):
-    """The largest flag of a query tile, where one head has ``pitch`` flags of 64 rows each."""
-    COUNT: tl.constexpr = (BLOCK_M + 63) // 64
-    at = q_start // 64 + tl.arange(0, COUNT)
-    return tl.max(tl.load(flags + at, mask=at < pitch, other=0.0), 0)
-
-
-@triton.jit
 def statistics_pitch(M, TAIL: tl.constexpr):
     """Entries of one head's row statistics: whole tiles of TAIL rows, and one tile more. A multiple of TAIL."""
     return tl.cdiv(M, TAIL) * TAIL + TAIL

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import triton
 
-from biasflash.backends.hopper import backward, backward_bias, config, objections
-from biasflash.backends.hopper.operands import Box, Boxed, DescriptorLaunch, batch_of, boxed, programs, statistics
-from biasflash.backends.triton.backward_plan import BackwardPlan
+from biasflash.backends.hopper import (
+    backward,
+    backward_bias,
+    backward_convert,
+    backward_pair,
+    backward_single,
+    config,
+    objections,
+)
+from biasflash.backends.hopper.operands import Box, Boxed, DescriptorLaunch, batch_of, boxed, programs, statistics, sums
+from biasflash.backends.triton.backward_plan import BackwardPlan, Share
 from biasflash.backends.triton.operands import Device, Launch, Layout, Slot
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
@@ -40,8 +49,8 @@ class HopperBackward(BackwardPlan):
     def _tiles(self) -> bool:
         p = self.problem
         kernels = [name for name, runs in (("dkdv", self.runs_dkdv), ("dq", self.runs_dq)) if runs]
-        found = [self._tile(name) for name in kernels]
-        if self.owned:
+        found = [self._single or self._tile(name) for name in kernels]
+        if self.owned and self._pair is None:
             return all(found) and config.owner_tile(max(p.D, p.Dv)) is not None
         return all(found)
 
@@ -57,23 +66,44 @@ class HopperBackward(BackwardPlan):
 
     def _launches(self) -> Iterator[Launch]:
         yield self._delta()
-        if self.runs_dkdv:
+        if self._single is not None:
+            yield from self._hopper_dqkv(self._single)
+        elif self.runs_dkdv:
             yield self._hopper_dkdv()
-            if self.rare:
-                yield self._again(self._dkdv(REDO=True))
-        if self.runs_dq:
+        if self.runs_dkdv and self.rare:
+            yield self._again(self._dkdv(REDO=True))
+        if self._pair is not None:
+            yield from self._dq_dbias(self.owned[0], self._pair)
+        elif self.runs_dq and self._single is None:
             yield self._hopper_dq()
-            if self.rare:
-                yield self._again(self._dq(REDO=True))
-        if self.reads_ds:
+        if (self.runs_dq or self._single is not None) and self.rare:
+            yield self._again(self._dq(REDO=True))
+        if self.reads_ds and self._single is None:
             yield self._dq_from_ds()
-        for i in self.owned:
+        for i in self.owned if self._pair is None else ():
             yield from self._shared(i)
 
     @staticmethod
     def _again(launch: Launch) -> Launch:
         launch.why = "only where rows are extreme"
         return launch
+
+    @cached_property
+    def _single(self) -> config.SingleTile | None:
+        """The tile of the kernel that computes dq, dk and dv in one pass."""
+        p = self.problem
+        if not all(self.want.values()):
+            return None
+        lines = p.batch_size * p.Hkv
+        return config.single_tile(max(p.D, p.Dv), p.N, lines, self.ops.has_dense, bool(self.stored))
+
+    @cached_property
+    def _pair(self) -> config.PairTile | None:
+        """The tile of the kernel that computes dq and the gradient of a shared bias in one pass, where all keys fit."""
+        p = self.problem
+        if self._single is not None or not self.runs_dq or len(self.owned) != 1 or p.causal_shift is not None:
+            return None  # causal: it walks over hidden tiles too
+        return config.pair_tile(max(p.D, p.Dv), p.N)
 
     def _rows(self, slot: str, rows: int) -> Box:
         pitch = (triton.cdiv(self.problem.M, self.tail) + 1) * self.tail
@@ -159,51 +189,121 @@ class HopperBackward(BackwardPlan):
         rounds = {n: triton.cdiv(programs * n, self.ops.device.multiprocessors) for n in range(1, most + 1)}
         return min(rounds, key=lambda n: rounds[n] * (triton.cdiv(shared, n) + 3))
 
-    def _shared(self, i: int) -> Iterator[Launch]:
+    def _hopper_dqkv(self, tile: config.SingleTile) -> Iterator[Launch]:
         p, ops = self.problem, self.ops
-        tile = config.owner_tile(max(p.D, p.Dv))
-        assert tile is not None
-        part = self._share(i, 128, tile.columns, self._balance)
         wide, wide_v = config.padded(p.D), config.padded(p.Dv)
-        grad = boxed(ops, f"grad{i}", 64, tile.columns)
-        boxes = {
-            "q": boxed(ops, "q", 128, wide),
-            "dout": boxed(ops, "dout", 128, wide_v),
-            "k": boxed(ops, "k", tile.columns, wide),
-            "v": boxed(ops, "v", tile.columns, wide_v),
-            "bias": boxed(ops, f"bias{i}", 64, tile.columns),
-        }
-        items = triton.cdiv(p.M, 128) * triton.cdiv(p.N, tile.columns) * part.owners * part.chunks
-        self.scratch[f"overflow{i}"] = 2 * items
-        n0, n1 = batch_of(ops)
+        widths = {"k": wide, "v": wide_v, "q": wide, "dout": wide_v, "dk": wide, "dv": wide_v, "dq": wide}
+        boxes = {name: boxed(ops, name, 64, width) for name, width in widths.items()}
+        boxes["bias"] = boxed(ops, "bias0", 64, 64) if ops.has_dense else boxes["q"]
+        boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", 64, 64) if self.stored else boxes["bias"]
+        lines, programs_of_heads = p.batch_size * p.Hkv, min(p.batch_size * p.Hkv, ops.device.multiprocessors)
+        items = lines if tile.resident else triton.cdiv(p.N, 128) * lines
+        rows_of_sum = programs_of_heads * (p.Hq // p.Hkv) if tile.resident else self.heads
+        self.scratch["sums"] = rows_of_sum * p.M * wide
+        if not tile.resident:
+            self.zeroed["turns"] = self.heads * triton.cdiv(p.M, 64 * tile.tiles)
+        names = ("M", "N", "heads", "group", "batch", "shift", "scale")
         given = {
             **{f"{name}_desc": b.box for name, b in boxes.items()},
             **{f"{name}_moves": b.moves for name, b in boxes.items()},
-            "reference_desc": self._rows("reference", 128),
-            "delta_desc": self._rows("delta", 128),
-            "dbias_desc": grad.box,
+            "reference_desc": self._rows("reference", 64),
+            "delta_desc": self._rows("delta", 64),
+            "sum_desc": sums("sums", rows_of_sum, p.M, wide, wide if tile.tiles == 2 else wide // 2),
+            "sum_ptr": Slot("sums"),
+            "turn_ptr": Slot("sums" if tile.resident else "turns"),
+            "inner": batch_of(ops)[1],
+            "items": items,
+            **{name: ops.numbers[name] for name in names},
+            **{"D_BLOCK": wide, "DV_BLOCK": wide_v, "BLOCK_M": 64, "TILES": tile.tiles, "A_BUFFERS": tile.a_buffers},
+            **{"STAGES": tile.stages, "BIAS_STAGES": tile.bias_stages, "DS_SLOTS": tile.ds_slots},
+            **{"DQ_SLOTS": tile.dq_slots, "HAS_BIAS": ops.has_dense, "IS_CAUSAL": p.causal_shift is not None},
+            **{"STORE_DS": bool(self.stored), "RESIDENT": tile.resident, "IN_REGISTERS": tile.in_registers},
+            **{"DK_FIRST": tile.dk_first, "ORDER": ops.order},
+            "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[2],
+            "HELPER_REGISTERS": config.PRODUCER_REGISTERS[2],
+        }
+        launch = self._record(backward_single.dqkv_kernel, given, tile, tile.why)
+        launch.grid = programs_of_heads if tile.resident else items
+        yield launch
+        if not tile.resident:
+            yield self._convert(wide)
+
+    def _convert(self, wide: int) -> Launch:
+        p, ops = self.problem, self.ops
+        *batch, head, row, _ = ops.views["dq"].strides
+        given = {
+            "sum_ptr": Slot("sums"),
+            "dq_ptr": Slot("dq"),
+            **{"dq_b0": batch[-2] if len(batch) > 1 else 0, "dq_b1": batch[-1], "dq_h": head, "dq_m": row},
+            **{"inner": batch_of(ops)[1], "heads": p.Hq, "M": p.M, "width": p.D, "scale": p.scale},
+            **{"D_BLOCK": wide, "ROWS": 64},
+        }
+        return Launch(
+            kernel=backward_convert.convert_kernel,
+            grid=triton.cdiv(p.M, 64) * self.heads,
+            arguments=given,
+            warps=4,
+            stages=1,
+        )
+
+    def _shared(self, i: int) -> Iterator[Launch]:
+        p = self.problem
+        tile = config.owner_tile(max(p.D, p.Dv))
+        assert tile is not None
+        part = self._share(i, 128, tile.columns, self._balance)
+        items = triton.cdiv(p.M, 128) * triton.cdiv(p.N, tile.columns) * part.owners * part.chunks
+        self.scratch[f"overflow{i}"] = 2 * items
+        given = self._owner_arguments(i, part, items, 128, tile.columns, tile.columns)
+        given |= {"BLOCK_N": tile.block_n, "CHUNKS_N": tile.chunks_n, "STAGES": tile.stages, "DEEP": tile.deep}
+        given |= {"flag_ptr": Slot(f"overflow{i}"), "ROWS": 1}
+        yield self._record(backward_bias.dbias_kernel, given, tile, tile.why)
+        again = self._owner(i, part, REDO=True, redo_ptr=Slot(f"overflow{i}"), redo_pitch=2 * items)
+        again.why = "only where rows are extreme or a sum overflowed"
+        yield again
+        yield from self._total(i, part)
+
+    def _dq_dbias(self, i: int, tile: config.PairTile) -> Iterator[Launch]:
+        p = self.problem
+        part = self._share(i, 64, tile.most_keys, self._balance)
+        items = triton.cdiv(p.M, 64) * part.owners * part.chunks
+        given = self._owner_arguments(i, part, items, 64, tile.box, tile.box)
+        dq = boxed(self.ops, "dq", 64, config.padded(p.D))
+        given |= {"dq_desc": dq.box, "dq_moves": dq.moves, "BLOCK_N": tile.block_n, "CHUNKS_N": tile.chunks_n}
+        given |= {"STAGES": tile.stages, "ROWS": tile.rows, "LEFT": tile.left, "PIN": tile.pin}
+        yield self._record(backward_pair.dq_dbias_kernel, given, tile, tile.why)
+        if self.rare:
+            yield self._again(self._owner(i, part, REDO=True))
+        yield from self._total(i, part)
+
+    def _owner_arguments(self, i: int, part: Share, items: int, rows: int, keys: int, columns: int) -> dict[str, Any]:
+        """What the kernels that own tiles of bias ``i`` take by the same name; ``rows``: queries of one copy."""
+        p, ops = self.problem, self.ops
+        wide, wide_v = config.padded(p.D), config.padded(p.Dv)
+        boxes = {
+            "q": boxed(ops, "q", rows, wide),
+            "dout": boxed(ops, "dout", rows, wide_v),
+            "k": boxed(ops, "k", keys, wide),
+            "v": boxed(ops, "v", keys, wide_v),
+            "bias": boxed(ops, f"bias{i}", 64, columns),
+        }
+        n0, n1 = batch_of(ops)
+        return {
+            **{f"{name}_desc": b.box for name, b in boxes.items()},
+            **{f"{name}_moves": b.moves for name, b in boxes.items()},
+            "reference_desc": self._rows("reference", rows),
+            "delta_desc": self._rows("delta", rows),
+            "dbias_desc": boxed(ops, f"grad{i}", 64, columns).box,
             "partial_ptr": Slot(f"partial{i}" if part.chunks > 1 else "delta"),
-            "flag_ptr": Slot(f"overflow{i}"),
             **{"n0": n0, "n1": n1, "items": items, "owners": part.owners, "shared": part.shared, "chunk": part.chunk},
             **{name: ops.numbers[name] for name in ("M", "N", "heads", "group", "shift", "scale")},
             "D_BLOCK": wide,
             "DV_BLOCK": wide_v,
-            "BLOCK_N": tile.block_n,
-            "CHUNKS_N": tile.chunks_n,
-            "STAGES": tile.stages,
-            "DEEP": tile.deep,
-            "ROWS": 1,
             "OWNS": (False,) * (3 - len(part.owns)) + part.owns,
             "SPLIT": part.chunks > 1,
             "IS_CAUSAL": p.causal_shift is not None,
             "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[2],
             "PRODUCER_REGISTERS": config.PRODUCER_REGISTERS[2],
         }
-        yield self._record(backward_bias.dbias_kernel, given, tile, tile.why)
-        again = self._owner(i, part, REDO=True, redo_ptr=Slot(f"overflow{i}"), redo_pitch=2 * items)
-        again.why = "only where rows are extreme or a sum overflowed"
-        yield again
-        yield from self._total(i, part)
 
 
 def backward_recipe(

@@ -94,6 +94,54 @@ class OwnerTile:
         return f"128 x {self.columns}, 2 warpgroups, {self.stages} stages"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SingleTile:
+    """A program of dqkv: 128 keys that stay, ``tiles`` times 64 queries a round.
+
+    ``resident``: it walks over all keys of a head, at most ``MOST_RESIDENT_KEYS``, and nobody takes turns.
+    """
+
+    width: int
+    has_bias: bool
+    resident: bool
+    tiles: int
+    a_buffers: int
+    stages: int
+    bias_stages: int
+    ds_slots: int
+    dq_slots: int
+    in_registers: bool
+    dk_first: bool
+    why: str
+    stores: bool = False
+
+    def __str__(self) -> str:
+        rounds = "all keys of a head" if self.resident else "128 keys in turns"
+        return f"{rounds} x {64 * self.tiles}, 2 warpgroups, {self.stages} stages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTile:
+    """A program of dq_dbias: 64 queries x all keys, at most ``2 * block_n * chunks_n``; keys come ``box`` at a time."""
+
+    width: int
+    block_n: int
+    chunks_n: int
+    box: int
+    stages: int
+    rows: int
+    left: bool
+    pin: bool
+    why: str
+
+    @property
+    def most_keys(self) -> int:
+        return 2 * self.block_n * self.chunks_n
+
+    def __str__(self) -> str:
+        return f"64 x {self.most_keys}, 2 warpgroups, {self.stages} stages"
+
+
 def _forward(
     width: int, has_bias: bool, warpgroups: int, block_n: int, kv: int, bias: int, why: str, **more: bool
 ) -> ForwardTile:
@@ -194,6 +242,32 @@ OWNER: tuple[OwnerTile, ...] = (
     OwnerTile(width=64, block_n=128, chunks_n=1, stages=2, deep=False, why="no spills in 166 KB"),
     OwnerTile(width=128, block_n=64, chunks_n=1, stages=2, deep=False, why="two stages in 216 KB"),
 )
+PAIR: tuple[PairTile, ...] = (
+    PairTile(
+        width=32, block_n=32, chunks_n=4, box=128, stages=4, rows=1, left=True, pin=False, why="no spills, 216 KB"
+    ),
+    PairTile(width=32, block_n=32, chunks_n=6, box=64, stages=2, rows=2, left=False, pin=False, why="no spills"),
+    PairTile(width=32, block_n=32, chunks_n=8, box=256, stages=2, rows=2, left=False, pin=False, why="no spills"),
+)
+#: in one pass where a program takes all keys of a head: its float32 dq stays in the L2 cache
+MOST_RESIDENT_KEYS = 1024
+#: heads below which programs of whole heads leave too many of an H200's 132 multiprocessors idle in the last round
+LEAST_LINES = 512
+SINGLE: tuple[SingleTile, ...] = ()
+
+
+def single_tile(width: int, keys: int, lines: int, has_bias: bool, stores: bool) -> SingleTile | None:
+    """``lines``: batch items times key heads; ``stores``: score gradients are stored."""
+    for tile in SINGLE:
+        if width > tile.width or has_bias != tile.has_bias or stores != tile.stores:
+            continue
+        if not tile.resident or (keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES):
+            return tile
+    return None
+
+
+def pair_tile(width: int, keys: int) -> PairTile | None:
+    return next((tile for tile in PAIR if width <= tile.width and keys <= tile.most_keys), None)
 
 
 def padded(width: int) -> int:

@@ -9,10 +9,8 @@ import triton
 
 from biasflash.backends.hopper import config, forward, forward_shared, objections
 from biasflash.backends.hopper.operands import DescriptorLaunch, batch_of, boxed, programs
-from biasflash.backends.triton import forward as portable_forward
 from biasflash.backends.triton import forward_plan as portable
-from biasflash.backends.triton import tile_plan
-from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
+from biasflash.backends.triton.operands import Device, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 
@@ -20,10 +18,7 @@ from biasflash.problem import Problem
 def forward_recipe(
     problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]
 ) -> tuple[Recipe, list[str]]:
-    """One kernel, and with a bias that may be extreme the portable one for what it leaves out.
-
-    Also the objections, if there are any; the recipe is then the portable one.
-    """
+    """One kernel; also the objections, if there are any: the recipe is then the portable one."""
     ops = Operands(problem, device, rows, terms)
     found = objections.to_layout(ops)
     tile = None if found else _tile(ops)
@@ -33,12 +28,7 @@ def forward_recipe(
     split = portable.choose_split(problem, ops.tile("forward")[0], device.multiprocessors, portable.RULE)
     if split is not None:
         return portable.forward_recipe(problem, device, rows, terms), [split.why]
-    launch = _launch(ops, tile)
-    flags = tile.block_m // 64 * triton.cdiv(problem.M, tile.block_m)
-    if not ops.constants["USE_LOW"]:
-        return Recipe(launches=(launch,)), []
-    heads = problem.batch_size * problem.Hq
-    return Recipe(launches=(launch, _redo(ops, flags)), scratch=(("redo", heads * flags),)), []
+    return Recipe(launches=(_launch(ops, tile),)), []
 
 
 def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
@@ -70,7 +60,6 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         **{f"{name}_moves": b.moves for name, b in boxes.items()},
         "lse_ptr": Slot("lse"),
         "low_ptr": Slot("low" if p.keeps_low else "lse"),
-        "rare_ptr": Slot("redo" if ops.constants["USE_LOW"] else "lse"),
         "inner": batch_of(ops)[1],
         "items": items,
         **{name: ops.numbers[name] for name in ("M", "N", "heads", "group", "batch", "shift", "scale")},
@@ -81,7 +70,7 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         "BIAS_STAGES": tile.bias_stages,
         "IS_CAUSAL": p.causal_shift is not None,
         "KEEP_LOW": p.keeps_low,
-        "FLAG_EXTREME": ops.constants["USE_LOW"],
+        "LOW_RANGE": ops.constants["LOW_RANGE"],
         "ORDER": ops.order,
     }
     if isinstance(tile, config.SharedTile):
@@ -106,24 +95,3 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         what=str(tile),
         why=tile.why,
     )
-
-
-def _redo(ops: Operands, flags: int) -> Launch:
-    """The portable kernel for tiles of queries with a row whose largest score is beyond what one FMA resolves."""
-    p = ops.problem
-    launch = ops.launch(
-        portable_forward.forward_kernel,
-        "forward",
-        ("q", "k", "v", "out"),
-        lambda tile: triton.cdiv(p.M, tile.block_m) * p.batch_size * p.Hq,
-        lse_ptr=Slot("lse"),
-        low_ptr=Slot("low"),
-        piece_tiles=0,
-        SPLIT=False,
-        REDO=True,
-        redo_ptr=Slot("redo"),
-        redo_pitch=flags,
-        **tile_plan.trivial_arguments(ops),
-    )
-    launch.why = "only tiles with extreme rows"
-    return launch

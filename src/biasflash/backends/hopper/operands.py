@@ -65,10 +65,13 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Boxed:
-    """A ``Box`` of rank 5, ``(b0, b1, head, row, column)``, and the axes it moves along (0: it is broadcast)."""
+    """A ``Box`` of rank 5, ``(b0, b1, head, row, column)``.
+
+    ``moves``: the axes it moves along, bit 0 for b0, 1 for b1, 2 for head; along others it is broadcast.
+    """
 
     box: Box
-    moves: tuple[int, int, int]
+    moves: int
 
 
 def batch_of(ops: Operands) -> tuple[int, int]:
@@ -109,7 +112,7 @@ def boxed(ops: Operands, name: str, rows: int, columns: int) -> Boxed:
             strides=(*(s or unit for s in steps), row or unit, 1),
             block=(1, 1, 1, rows, columns),
         ),
-        moves=tuple(int(s != 0) for s in steps),  # type: ignore[arg-type]
+        moves=sum(1 << axis for axis, s in enumerate(steps) if s),
     )
 
 
@@ -118,6 +121,12 @@ def statistics(ops: Operands, slot: str, pitch: int, rows: int) -> Box:
     p = ops.problem
     heads = p.batch_size * p.Hq
     return Box(slot=slot, dtype=torch.float32, shape=(heads, p.M), strides=(pitch, 1), block=(1, rows))
+
+
+def sums(slot: str, lines: int, length: int, width: int, columns: int) -> Box:
+    """Float32 ``(line, row, column)`` of ``width`` columns in blocks of 64 rows x ``columns``."""
+    strides = (length * width, width, 1)
+    return Box(slot=slot, dtype=torch.float32, shape=(lines, length, width), strides=strides, block=(1, 64, columns))
 
 
 @dataclass(kw_only=True)

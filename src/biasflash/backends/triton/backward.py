@@ -109,8 +109,8 @@ def dkdv_kernel(
     DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
     SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr,
-    HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a key tile, summed over the group of query heads that share it, in order.
 

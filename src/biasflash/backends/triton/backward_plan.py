@@ -68,6 +68,7 @@ class BackwardPlan:
         self.ops = Operands(problem, device, {**rows, **unwanted}, terms, {f"grad{i}": x for i, x in grads.items()})
         self.heads = problem.batch_size * problem.Hq
         self.chunked: list[int] = []
+        self.zeroed: dict[str, int] = {}
         self.reads_ds = (
             self.want["dq"]
             and bool(self.stored)
@@ -128,6 +129,7 @@ class BackwardPlan:
         return Recipe(
             launches=launches,
             scratch=tuple(self.scratch.items()),
+            zeroed=tuple(self.zeroed.items()),
             sums=tuple(sums),
             rows=tuple(self.by_structure["rows"]),
             copies=copies,

@@ -16,7 +16,7 @@ from biasflash.tile.memory import (
 )
 from biasflash.tile.pieces import store_piece
 from biasflash.tile.score import score_tile
-from biasflash.tile.softmax import LOG2E, finish, running_step, tile_flag
+from biasflash.tile.softmax import LOG2E, finish, running_step
 from biasflash.tile.span import key_span, place
 from biasflash.tile.strips import (
     add_dots,
@@ -40,17 +40,17 @@ def piece_span(piece, piece_tiles, full_end, end, BLOCK_N: tl.constexpr):
     return first, tl.maximum(tl.minimum(full_end, stop), first), tl.minimum(end, stop)
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift", "piece_tiles", "redo_pitch"])
+@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift", "piece_tiles"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, out_strides, term_strides,
-    M, N, heads, group, batch, shift, scale, piece_tiles, lists_ptr, plane_strides, redo_ptr, redo_pitch,
+    M, N, heads, group, batch, shift, scale, piece_tiles, lists_ptr, plane_strides,
     TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
     V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
     SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr,
     KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, SPLIT: tl.constexpr,
-    REDO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + biases, hidden pairs at -inf) v.
 
@@ -58,7 +58,7 @@ def forward_kernel(
     key tiles, pieces slowest; ``out_ptr``, ``lse_ptr`` and ``low_ptr`` are then the scratch that
     ``merge_kernel`` adds up: sums, maxima and denominators, each ``[pieces, rows]``. LISTS: key tiles come from the
     lists of ``list_kernel``, those of the first loop without the masks that are in the lists (``UNLISTED`` marks the
-    other terms, ``FULL_TERMS`` holds them). REDO: only tiles with a flag in ``redo_ptr`` (``tile_flag``) are computed.
+    other terms, ``FULL_TERMS`` holds them).
     """
     if EVEN_N:
         N = N // 8 * 8  # equal, and tells the compiler that keys come in eights
@@ -72,9 +72,6 @@ def forward_kernel(
     if IS_CAUSAL:
         tile = tiles - 1 - tile  # the longest rows first
     q_start = tile * BLOCK_M
-    if REDO:
-        if tile_flag(redo_ptr + (b * heads + h) * redo_pitch, redo_pitch, q_start, BLOCK_M) == 0.0:
-            return
     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
     q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
     k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC)

@@ -78,6 +78,9 @@ def _launch(recipe: Recipe, device: torch.device, tensors: dict[str, Tensor], ad
     for name, count in recipe.scratch:
         tensors[name] = scratch = torch.empty(count, dtype=torch.float32, device=device)
         addresses[name] = scratch.data_ptr()
+    for name, count in recipe.zeroed:
+        tensors[name] = scratch = torch.zeros(count, dtype=torch.int32, device=device)
+        addresses[name] = scratch.data_ptr()
     if all(launch.can_start for launch in recipe.launches) and not _is_hooked():
         stream = driver.active.get_current_stream(device.index)
         for launch in recipe.launches:

@@ -23,12 +23,14 @@ class Sum:
 class Recipe:
     """Launches in order; float32 scratch by name and element count; what is summed or copied afterwards.
 
+    ``zeroed`` is int32 scratch that holds zeros before the first launch.
     ``copies`` are pairs (from, to) of term indices; ``rows`` are the terms of one key column, whose gradient is that of
     the log-sum-exp (zero if nothing flows into it); ``chunked`` are the terms whose gradient is a sum of chunks.
     """
 
     launches: tuple[Launch, ...]
     scratch: tuple[tuple[str, int], ...] = ()
+    zeroed: tuple[tuple[str, int], ...] = ()
     sums: tuple[Sum, ...] = ()
     rows: tuple[int, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
