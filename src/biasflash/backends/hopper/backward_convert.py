@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["inner", "heads", "M", "width"])
+@triton.jit(do_not_specialize=["dq_b0", "dq_b1", "dq_h", "dq_m", "inner", "heads", "M", "width"])
 def convert_kernel(
     sum_ptr, dq_ptr, dq_b0, dq_b1, dq_h, dq_m, inner, heads, M, width, scale,
     D_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq ``[b0, b1, heads, M, width]`` = scale sum ``[batch heads, M, D_BLOCK]``.
+    """dq ``[b0, b1, heads, M, width]`` = scale sum ``[batch heads, M, D_BLOCK]``; strides of dq are multiples of 8.
 
     Grid: one program per ROWS queries (fastest), batch item and head.
     """
@@ -19,9 +19,17 @@ def convert_kernel(
     b = line // heads
     rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, D_BLOCK)
-    target = dq_ptr + (b // inner).to(tl.int64) * dq_b0 + (b % inner).to(tl.int64) * dq_b1 + h.to(tl.int64) * dq_h
     source = sum_ptr + line.to(tl.int64) * M * D_BLOCK
-    x = tl.load(source + rows[:, None] * D_BLOCK + columns[None, :], mask=(rows < M)[:, None], other=0.0)
-    here = (rows < M)[:, None] & (columns < width)[None, :]
-    at = rows.to(tl.int64)[:, None] * dq_m + columns[None, :]
-    tl.store(target + at, (x * scale).to(dq_ptr.dtype.element_ty), mask=here)
+    at = rows[:, None] * D_BLOCK + columns[None, :]
+    x = tl.load(source + at, mask=(rows < M)[:, None], other=0.0, eviction_policy="evict_first")
+    y = (x * scale).to(dq_ptr.dtype.element_ty)
+    # Eight columns are one store of 16 bytes if the compiler knows that rows start at whole eights, and that a mask is
+    # the same for all of them; otherwise it stores one by one, which takes three times as long.
+    start = (b // inner).to(tl.int64) * dq_b0 + (b % inner).to(tl.int64) * dq_b1 + h.to(tl.int64) * dq_h
+    eights = start // 8 + rows.to(tl.int64) * (dq_m // 8)
+    target = dq_ptr + eights[:, None] * 8 + columns[None, :]
+    group = columns // 8
+    tl.store(target, y, mask=(rows < M)[:, None] & (group < width // 8)[None, :])
+    if width % 8 != 0:
+        rest = (group == width // 8) & (columns < width)
+        tl.store(target, y, mask=(rows < M)[:, None] & rest[None, :])
