@@ -1,12 +1,14 @@
 """Backward passes over queries and keys on Hopper: dq (owner: 128 queries) and dk, dv (owner: 128 keys).
 
 Both are one skeleton (``backward_step``). Weights and score gradients go into their products from registers, nothing is
-added in device memory, and every result has one writer: repeated runs agree in every bit. Programs are persistent.
+added in device memory, and every result has one writer: repeated runs agree in every bit. Programs are persistent;
+which items they take, and in which order, is in ``deal``.
 
 Boxes of descriptors have 64 own rows (own tiles, outputs, bias and dS tile of one warpgroup) or BLOCK met rows.
 """
 
-from biasflash.backends.hopper.backward_step import added, run_round, work_item
+from biasflash.backends.hopper.backward_step import added, dealing, own_extent, run_round, work_item
+from biasflash.backends.hopper.deal import deal, first_lot, following
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
     gl,
@@ -36,7 +38,7 @@ def load_pair(descs, moves, b, inner, h_1, row, bar, tiles, i):
 def produce(
     own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, own, met, bias, rows, bars, numbers,
     BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, A_BUFFERS: gl.constexpr, STAGES: gl.constexpr,
-    BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr, KEYS: gl.constexpr, ORDER: gl.constexpr,
+    BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: own tiles of every item, then its met tiles, each with what belongs to it."""
     own_full, own_empty, met_full, met_empty, bias_full, bias_empty = bars
@@ -44,11 +46,13 @@ def produce(
     row_bytes: gl.constexpr = 2 * row_descs[0].block_type.nbytes
     own_bytes: gl.constexpr = own_descs[0].block_type.nbytes + own_descs[1].block_type.nbytes
     met_bytes: gl.constexpr = met_descs[0].block_type.nbytes + met_descs[1].block_type.nbytes
-    own_use = 0
-    met_use = 0
-    bias_use = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        h, b, own_row, start, tiles, _ = work_item(item, numbers, BLOCK, ROWS, TILES, IS_CAUSAL, KEYS, ORDER)
+    extent = own_extent(numbers, ROWS, KEYS)
+    dealt = deal(items, extent, DEAL)
+    lot, turn, own_use, met_use, bias_use = first_lot(DEAL), 0, 0, 0, 0
+    while lot < dealt[0]:
+        h, b, own_row, start, tiles, _ = work_item(
+            lot, turn, dealt, extent, numbers, BLOCK, ROWS, TILES, KEYS, DEAL
+        )  # fmt: skip
         met_head = h // group
         members = 1
         if KEYS:
@@ -65,7 +69,7 @@ def produce(
                     line = (b + g) * heads + h
                     tma_load(row_descs[0], [line, own_row + w * 64], bar, rows[0].index(i))
                     tma_load(row_descs[1], [line, own_row + w * 64], bar, rows[1].index(i))
-        own_use += 1  # noqa: SIM113
+        own_use += 1
         for member in range(members):
             for j in range(tiles):
                 met_row = start + j * BLOCK if KEYS else start - j * BLOCK
@@ -94,6 +98,7 @@ def produce(
                         tma_load(row_descs[0], [line, met_row], bar, rows[0].index(slot))
                         tma_load(row_descs[1], [line, met_row], bar, rows[1].index(slot))
                     met_use += 1
+        lot, turn = following(lot, turn, dealt, extent, DEAL)
 
 
 @jit
@@ -110,7 +115,7 @@ def consume(
     D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
-    ORDER: gl.constexpr,
+    DEAL: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: rows ``64 w`` to ``64 w + 63`` of the CTA's own side."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
@@ -120,11 +125,13 @@ def consume(
     P_2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=X_2, k_width=2)
     own_full, own_empty, _, _, _, _ = bars
     inner, items, _, N, _, group, _, shift = numbers
-    own_use = 0
-    met_use = 0
-    bias_use = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        h, b, own_row, start, tiles, masked = work_item(item, numbers, BLOCK, ROWS, TILES, IS_CAUSAL, KEYS, ORDER)
+    extent = own_extent(numbers, ROWS, KEYS)
+    dealt = deal(items, extent, DEAL)
+    lot, turn, own_use, met_use, bias_use = first_lot(DEAL), 0, 0, 0, 0
+    while lot < dealt[0]:
+        h, b, own_row, start, tiles, masked = work_item(
+            lot, turn, dealt, extent, numbers, BLOCK, ROWS, TILES, KEYS, DEAL
+        )  # fmt: skip
         wait_full(own_full, own_use, A_BUFFERS)
         own_at = own_use % A_BUFFERS * ROWS * 2 + w
         x_1 = ()
@@ -179,7 +186,8 @@ def consume(
                 store_rows(own[1].index(own_at + 2 * g), x_2[g].to(own[0].dtype), out_descs[1], place_at, DV)
         store_wait(0)
         hand_back(own_empty, own_use, A_BUFFERS)
-        own_use += 1  # noqa: SIM113
+        own_use += 1
+        lot, turn = following(lot, turn, dealt, extent, DEAL)
 
 
 @jit
@@ -198,6 +206,7 @@ def launch(
     ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Allocate the rings and start two computing warpgroups and the copying warp."""
+    DEAL: gl.constexpr = dealing(IS_CAUSAL, D, DV, ORDER)
     U: gl.constexpr = ROWS * TILES
     gl.static_assert((U if U < 3 else 4 if AHEAD else 3) <= STAGES, "a step waits for a slot of its own round")
     gl.static_assert(not HAS_BIAS or BIAS_STAGES >= 2 or TILES == 1, "a step waits for a slot of its own round")
@@ -224,16 +233,16 @@ def launch(
             (consume, (
                 0, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, ds_tiles, bars, numbers, scale,
                 D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, KEYS,
-                STORE_DS, ORDER,
+                STORE_DS, DEAL,
             )),
             (consume, (
                 1, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, ds_tiles, bars, numbers, scale,
                 D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, KEYS,
-                STORE_DS, ORDER,
+                STORE_DS, DEAL,
             )),
             (produce, (
                 own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, own, met, bias, rows,
-                bars, numbers, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, KEYS, ORDER,
+                bars, numbers, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, KEYS, DEAL,
             )),
         ],
         [4, 1],
@@ -255,8 +264,8 @@ def dq_kernel(
 
     ``q, dout, k, v, bias, dq`` are descriptors ``(b0, b1, head, row, column)``; boxes: 64 x D_BLOCK (q, dq),
     64 x DV_BLOCK (dout), BLOCK_N x D_BLOCK (k), BLOCK_N x DV_BLOCK (v), 64 x BLOCK_N (bias); ``reference, delta`` are
-    ``(b heads + h, row)`` in float32, box 1 x 64. Items: tiles of 128 queries x batch // ROWS x heads; grid: any, each
-    program takes every grid-th item. ROWS items of the batch share a bias tile that does not move along it.
+    ``(b heads + h, row)`` in float32, box 1 x 64. Items: tiles of 128 queries x batch // ROWS x heads; grid: up to
+    items, which are dealt to the programs (``deal``). ROWS items of the batch share a bias tile that does not move along it.
     """
     launch(
         (q_desc, dout_desc), (q_moves, dout_moves), (k_desc, v_desc), (k_moves, v_moves), bias_desc, bias_moves,

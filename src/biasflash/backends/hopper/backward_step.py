@@ -8,6 +8,12 @@ A CTA keeps 128 rows of its own side and meets tiles of the other side, which on
 KEYS tells the second from the first.
 """
 
+from dataclasses import make_dataclass
+from typing import Any
+
+from triton import constexpr_function
+
+from biasflash.backends.hopper.deal import locate
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
     gl,
@@ -19,36 +25,52 @@ from biasflash.backends.hopper.gluon import (
 )
 from biasflash.backends.hopper.pipeline import hand_back, wait_full
 from biasflash.tile.softmax import LOG2E
-from biasflash.tile.span import key_span, place, query_span
+from biasflash.tile.span import key_span, query_span
 
 OWN = gl.constexpr(128)  # rows of a CTA: 64 for each of two warpgroups
 
 
+Form: Any = make_dataclass("Form", ["IS_CAUSAL", "D_BLOCK", "DV_BLOCK", "ORDER", "BLOCK_M"], frozen=True)
+
+
+@constexpr_function
+def dealing(is_causal: Any, width: Any, width_v: Any, order: Any) -> Any:
+    """What the deal of items depends on, beside their extent."""
+    return Form(*(gl.constexpr(x) for x in (is_causal, width, width_v, order, 128)))
+
+
+@jit
+def own_extent(numbers, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """(own rows, met rows, heads, batch items, shift) of the items to deal."""
+    _, _, M, N, heads, group, batch, shift = numbers
+    if KEYS:
+        return N, M * group, heads // group, batch // ROWS, shift
+    else:
+        return M, N, heads, batch // ROWS, shift
+
+
 @jit
 def work_item(
-    item, numbers, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    KEYS: gl.constexpr, ORDER: gl.constexpr,
+    lot, turn, dealt, extent, numbers, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    KEYS: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """Item -> (head, first batch item, first own row, first met row, met tiles, those among them that need a mask).
 
     Tiles come in whole rounds of TILES, those that need a mask first: dq walks down from the last key, dk and dv up
     from the first query. What a round adds lies past the end: hidden for dq, of weight times zero for dk and dv.
     """
-    _, _, M, N, heads, group, batch, shift = numbers
+    _, _, M, N, _, _, _, shift = numbers
+    tile, b, h = locate(lot, turn, dealt, extent, DEAL)
     if KEYS:
-        blocks = gl.cdiv(N, OWN)
-        tile, b, h = place(item, blocks, batch // ROWS, heads // group, ORDER)
+        if DEAL.IS_CAUSAL:  # the last queries have most to do, but the first keys
+            tile = gl.cdiv(N, OWN) - 1 - tile
         own = tile * OWN
-        start, full_start = query_span(own, M, shift, BLOCK, OWN, IS_CAUSAL)
+        start, full_start = query_span(own, M, shift, BLOCK, OWN, DEAL.IS_CAUSAL)
         tiles = gl.cdiv(gl.cdiv(M - start, BLOCK), TILES) * TILES
         masked = gl.minimum((full_start - start) // BLOCK, tiles)
     else:
-        blocks = gl.cdiv(M, OWN)
-        tile, b, h = place(item, blocks, batch // ROWS, heads, ORDER)
-        if IS_CAUSAL:
-            tile = blocks - 1 - tile
         own = tile * OWN
-        full_end, end = key_span(own, M, N, shift, OWN, BLOCK, IS_CAUSAL)
+        full_end, end = key_span(own, M, N, shift, OWN, BLOCK, DEAL.IS_CAUSAL)
         tiles = gl.cdiv(gl.cdiv(end, BLOCK), TILES) * TILES
         masked = tiles - full_end // BLOCK
         start = (tiles - 1) * BLOCK
