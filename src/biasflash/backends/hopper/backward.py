@@ -265,7 +265,8 @@ def dq_kernel(
     ``q, dout, k, v, bias, dq`` are descriptors ``(b0, b1, head, row, column)``; boxes: 64 x D_BLOCK (q, dq),
     64 x DV_BLOCK (dout), BLOCK_N x D_BLOCK (k), BLOCK_N x DV_BLOCK (v), 64 x BLOCK_N (bias); ``reference, delta`` are
     ``(b heads + h, row)`` in float32, box 1 x 64. Items: tiles of 128 queries x batch // ROWS x heads; grid: up to
-    items, which are dealt to the programs (``deal``). ROWS items of the batch share a bias tile that does not move along it.
+    items, which are dealt to the programs (``deal``). ROWS items of the batch share a bias tile that does not move
+    along it.
     """
     launch(
         (q_desc, dout_desc), (q_moves, dout_moves), (k_desc, v_desc), (k_moves, v_moves), bias_desc, bias_moves,
