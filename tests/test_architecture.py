@@ -23,7 +23,10 @@ TESTS = Path(__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 KERNELS = (
     "tile/",
-    *(f"backends/triton/{name}.py" for name in ("forward", "merge", "tiles", "backward", "backward_bias", "windows")),
+    *(
+        f"backends/triton/{name}.py"
+        for name in ("forward", "merge", "tiles", "backward", "backward_rows", "backward_bias", "windows")
+    ),
 )
 #: the one file that takes anything from Gluon
 GLUON = "backends/hopper/gluon.py"

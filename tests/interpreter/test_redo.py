@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
 from biasflash import problem as problems
 from biasflash.backends.backend import Gradients
-from biasflash.backends.triton import launch
+from biasflash.backends.triton import config, forward_plan, launch, operands
 from biasflash.backends.triton.backward_plan import BackwardPlan
-from biasflash.backends.triton.operands import Launch, Slot, device_facts
+from biasflash.backends.triton.config import TileConfig
+from biasflash.backends.triton.operands import Launch, Layout, Operands, Slot, device_facts
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.reference import backward as right_backward
 from biasflash.reference import forward as right_forward
@@ -36,11 +38,14 @@ class _Redo(BackwardPlan):
             yield self._owner(i, part, REDO=True, redo_ptr=pointer, redo_pitch=self.heads)
 
 
-def _run(shape: tuple[int, ...], causal: bool, extreme: bool, raised: bool) -> tuple[Mapping[str, torch.Tensor], ...]:
+def _run(
+    shape: tuple[int, ...], causal: bool, extreme: bool, raised: bool, group: int = 1
+) -> tuple[Mapping[str, torch.Tensor], ...]:
     """Gradients after the redoing launches alone, and the right ones; batch item 0 of head 0 may have extreme rows."""
     torch.manual_seed(0)
-    B, M, N, H = 2, 40, 64, 2
-    q, k, v, dout = (torch.randn(B, n, H, 16).half() for n in (M, N, N, M))
+    B, N = 2, 64
+    _, H, M, _ = shape
+    q, k, v, dout = (torch.randn(B, n, h, 16).half() for n, h in ((M, H), (N, H // group), (N, H // group), (M, H)))
     bias = torch.randn(shape)
     if extreme:
         bias[0, 0, 3] -= 2.0e4
@@ -54,7 +59,8 @@ def _run(shape: tuple[int, ...], causal: bool, extreme: bool, raised: bool) -> t
 
     def plan(problem: problems.Problem, precision: str, facts: launch.Facts) -> Recipe:
         rows, layouts, grads = launch.layouts(facts, 1)
-        made = _Redo(problem, device_facts(problem.device), rows, layouts, grads, True)
+        device = replace(device_facts(problem.device), multiprocessors=1)
+        made = _Redo(problem, device, rows, layouts, grads, True)
         made.raised = raised
         return made.recipe()
 
@@ -72,7 +78,24 @@ def _close(ours: torch.Tensor, right: torch.Tensor) -> bool:
     return bool((ours.double() - right.double()).abs().amax() <= 3e-3 * right.double().abs().amax())
 
 
-@pytest.mark.usefixtures("general_kernels")
+@pytest.fixture(params=[3, 6])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many programs a redoing launch has at most: fewer than the 4 planes, and more."""
+    count: int = request.param
+    monkeypatch.setattr(operands, "REDO_PROGRAMS", count)
+    return count
+
+
+def _tiles(monkeypatch: pytest.MonkeyPatch, **rows: int) -> None:
+    """Tiles of so many queries by kernel, and of 16 keys (dkdv: keys and queries change places)."""
+
+    def choose(facts: config.Facts) -> tuple[TileConfig, str]:
+        return TileConfig(block_m=rows.get(facts.kernel, 16), block_n=16, warps=4, stages=1), "a test"
+
+    monkeypatch.setattr(config, "choose_tile", choose)
+
+
+@pytest.mark.usefixtures("general_kernels", "programs")
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("shape", [(2, 2, 40, 64), (1, 2, 40, 64)], ids=["stored", "owned"])
 def test_only_what_extreme_rows_touch_is_computed(shape: tuple[int, ...], causal: bool) -> None:
@@ -94,13 +117,68 @@ def test_only_what_extreme_rows_touch_is_computed(shape: tuple[int, ...], causal
         assert (ours["dbias"][0, 1] == FILL).all()
 
 
-@pytest.mark.usefixtures("general_kernels")
+@pytest.mark.usefixtures("general_kernels", "programs")
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16)], ids=str)
+def test_flags_stand_for_other_tiles_than_dq_has(blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    _tiles(monkeypatch, dq=blocks[0], delta=blocks[1])
+    ours, right = _run((1, 2, 90, 64), False, extreme=True, raised=False)  # rows 3 and 89
+    for row in (3, 89):
+        assert _close(ours["dq"][:, row, 0], right["dq"][:, row, 0])
+        assert _close(ours["dbias"][0, 0, row], right["dbias"][0, 0, row])
+    assert (ours["dq"][:, :, 1] == FILL).all()
+    assert (ours["dq"][:, 32:64, 0] == FILL).all()
+    assert (ours["dbias"][0, 0, 32:64] == FILL).all()
+    assert (ours["dbias"][0, 1] == FILL).all()
+
+
+@pytest.mark.usefixtures("general_kernels", "programs")
+def test_a_key_head_is_redone_for_any_query_head_of_its_group() -> None:
+    ours, right = _run((2, 4, 40, 64), False, extreme=True, raised=False, group=2)
+    for name in ("dk", "dv"):
+        assert _close(ours[name][0, :, 0], right[name][0, :, 0]), name
+        assert (ours[name][:, :, 1] == FILL).all(), name
+        assert (ours[name][1] == FILL).all(), name
+    assert _close(ours["dbias"][0, :2], right["dbias"][0, :2])
+    assert (ours["dbias"][0, 2:] == FILL).all()
+
+
+@pytest.mark.usefixtures("general_kernels", "programs")
+@pytest.mark.parametrize("raised", [(), ((0, 3, 0), (1, 1, 2))], ids=["none", "two"])
+@pytest.mark.parametrize(("block", "causal"), [(16, True), (64, False), (128, True)], ids=str)
+def test_forward_computes_only_flagged_tiles(
+    block: int, causal: bool, raised: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags of 64 queries, in heads of two groups; the same bits as where every tile is computed."""
+    _tiles(monkeypatch, forward=block)
+    torch.manual_seed(0)
+    B, M, N, H = 2, 150, 50, 4
+    q, k, v = torch.randn(B, M, H, 16).half(), torch.randn(B, N, 2, 16).half(), torch.randn(B, N, 2, 16).half()
+    bias = torch.randn(1, H, M, N)
+    p = problems.build(q, k, v, [bias], ["dense"], "bottom-right" if causal else "none", None)
+    whole = launch.run_forward(p, q, k, v, [bias])
+    ours = [torch.full_like(t, FILL) for t in whole]
+    flags = torch.zeros(B, H, 4)  # one more a head than there are
+    tensors = {"q": q, "k": k, "v": v, "out": ours[0]}
+    rows = {name: Layout(t.stride(), True) for name, t in tensors.items()}
+    device = replace(device_facts(p.device), multiprocessors=1)
+    ops = Operands(p, device, rows, [Layout(bias.stride(), True)])
+    again = torch.zeros(B, H, M, dtype=torch.bool)
+    for b, h, i in raised:
+        flags[b, h, i] = 1.0
+        again[b, h, i * 64 // block * block : -(-(i + 1) * 64 // block) * block] = True
+    forward_plan.redo(ops, 4).run({**tensors, "bias0": bias, "lse": ours[1], "low": ours[2], "redo": flags})
+    for found, right in zip(ours, whole, strict=True):
+        written = again.transpose(1, 2)[..., None] if found.dim() == 4 else again
+        assert torch.equal(found, torch.where(written, right, FILL))
+
+
+@pytest.mark.usefixtures("general_kernels", "programs")
 def test_nothing_is_computed_where_no_row_is_extreme() -> None:
     ours, _ = _run((1, 2, 40, 64), False, extreme=False, raised=False)
     assert all((t == FILL).all() for t in ours.values())
 
 
-@pytest.mark.usefixtures("general_kernels")
+@pytest.mark.usefixtures("general_kernels", "programs")
 def test_a_raised_flag_redoes_every_sum() -> None:
     ours, right = _run((1, 2, 40, 64), False, extreme=False, raised=True)
     assert _close(ours["dbias"], right["dbias"])

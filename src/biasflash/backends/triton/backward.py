@@ -1,4 +1,4 @@
-"""Backward passes over queries and keys: delta, dk and dv (owner: a key tile), dq (owner: a query tile).
+"""Backward passes over queries and keys: dk and dv (owner: a key tile), dq (owner: a query tile).
 
 Scores are recomputed by the same pieces as in the forward pass. ``dkdv_kernel`` works on tiles of keys x queries, so
 that weights and score gradients enter the products from registers; the others on queries x keys.
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from biasflash.backends.triton.tiles import chosen, list_part, list_row
-from biasflash.tile.bias import load_term, load_terms, seen_keys, store_term_grad, term_bases
+from biasflash.tile.bias import load_terms, seen_keys, store_term_grad, term_bases
 from biasflash.tile.memory import (
     head_offset,
     inside,
@@ -18,6 +18,7 @@ from biasflash.tile.memory import (
     shifted_keys,
     wide,
 )
+from biasflash.tile.redo import any_flag, redo_share, tile_flag
 from biasflash.tile.score import score_grad_tile, score_tile
 from biasflash.tile.softmax import (
     LOG2E,
@@ -44,45 +45,6 @@ from biasflash.tile.strips import (
 )
 
 
-@triton.jit(do_not_specialize=["M", "heads", "batch"])
-def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr,
-    sizes, out_strides, dout_strides,
-    M, heads, batch,
-    DV: tl.constexpr, DV_STRIPS: tl.constexpr, OUT_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, HAS_DLSE: tl.constexpr,
-    WIDE: tl.constexpr, SHORT_M: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """delta = <out, dout> - dlse and the reference of every row, float32; with RARE a flag for every tile of queries.
-
-    Grid: one program per head (fastest), query tile and batch item.
-    """
-    pid = tl.program_id(0)
-    tiles = tl.cdiv(M, BLOCK_M)
-    h, tile, b = pid % heads, pid // heads % tiles, pid // heads // tiles
-    q_start = tile * BLOCK_M
-    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
-    q_local = local(BLOCK_M, WIDE)
-    q_rows = inside(q_local, M, SHORT_M)
-    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
-    out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC)
-    dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC)
-    out = load_strips(out_base, q_at, q_rows, out_strides, DV, DV_STRIPS, OUT_VEC, WIDE)
-    dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)
-    delta = row_products(out, dout)
-    head = wide(b) * heads + h
-    at = head * M + q_at + q_rows
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + at)
-    lse = tl.load(lse_ptr + at)
-    reference = row_reference(lse, PAIR, RARE)
-    delta = tl.where(lse == float("-inf"), 0.0, delta)  # nothing was seen: dlse may be NaN there
-    if RARE:
-        tl.store(rare_ptr + head * tiles + tile, extreme_flag(lse))
-    head = head * statistics_pitch(M, TAIL)
-    store_row_statistics(reference_ptr + head, delta_ptr + head, reference, delta, q_at + q_rows, q_own, M, TAIL)
-
-
 @triton.jit
 def store_unseen(
     ds_base, ds_strides, end, k_at, q_local, k_local, k_own, M,
@@ -97,36 +59,22 @@ def store_unseen(
         )
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "kv_heads", "group", "batch", "shift", "rare_tiles"])
-def dkdv_kernel(
+@triton.jit
+def dkdv_tile(
+    tile, b, kv_head,
     q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dk_ptr, dv_ptr, ds_ptr,
     column_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, ds_strides, term_strides,
-    M, N, heads, kv_heads, group, batch, shift, rare_tiles, scale, lists_ptr, plane_strides,
-    TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
-    Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr,
-    DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
-    SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr,
-    HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr,
+    M, N, heads, group, shift, rare_tiles, scale, lists_ptr, plane_strides,
+    TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
+    V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr, DV_VEC: tl.constexpr, DS_VEC: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr, SUM_COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
+    PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a key tile, summed over the group of query heads that share it, in order.
-
-    Phases: query tiles on the diagonal, those that see every key of the tile, and extreme rows if there are any.
-    STORE_DS also writes every score gradient into ``ds_ptr``, which is the gradient of a bias of full shape;
-    SUM_COLUMNS writes its sums over queries, float32 ``(*B Hq N)``. Grid: one program per key tile, batch item and key
-    head. LISTS: query tiles come from the lists of ``list_kernel``, as key tiles do in the forward pass. REDO: only for
-    key heads that have a query head with extreme rows.
-    """
-    if EVEN_N:
-        N = N // 8 * 8
-    tile, b, kv_head = place(tl.program_id(0), tl.cdiv(N, BLOCK_N), batch, kv_heads, ORDER)
-    if REDO:  # the flags of a group's heads lie side by side
-        first_head = wide(b) * heads + kv_head * group
-        if head_flag(rare_ptr + first_head * rare_tiles, group * rare_tiles, True) == 0.0:
-            return
+    """dk and dv of one key tile of one batch item and key head, see ``dkdv_kernel``."""
     k_start = tile * BLOCK_N
     k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
     k_base = k_ptr + head_offset(b, kv_head, k_strides, sizes, K_VEC)
@@ -232,33 +180,78 @@ def dkdv_kernel(
         store_strips(dv_base, k_at, k_local, dv_strides, k_own, acc_dv, DV, DV_STRIPS, DV_VEC, WIDE)
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
-def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr, dq_ptr,
-    term_ptrs,
-    sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides,
-    M, N, heads, group, batch, shift, scale, lists_ptr, plane_strides,
+@triton.jit(do_not_specialize=["M", "N", "heads", "kv_heads", "group", "batch", "shift", "rare_tiles"])
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dk_ptr, dv_ptr, ds_ptr,
+    column_ptr, term_ptrs,
+    sizes, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, ds_strides, term_strides,
+    M, N, heads, kv_heads, group, batch, shift, rare_tiles, scale, lists_ptr, plane_strides,
     TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
-    Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr,
-    DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr,
-    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
-    PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TAIL: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr,
+    DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr,
+    HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale ds k of a query tile, scores recomputed.
+    """dk and dv of a key tile, summed over the group of query heads that share it, in order.
 
-    Computes delta first and stores it for the kernels that follow, which saves a launch and a pass over out and dout.
-    Grid: one program per query tile, batch item, head. LISTS: as in the forward pass. REDO: only tiles with extreme
-    rows, after a pass that stored delta and flags.
+    Phases: query tiles on the diagonal, those that see every key of the tile, and extreme rows if there are any.
+    STORE_DS also writes every score gradient into ``ds_ptr``, which is the gradient of a bias of full shape;
+    SUM_COLUMNS writes its sums over queries, float32 ``(*B Hq N)``. Grid: one program per key tile, batch item and key
+    head. LISTS: query tiles come from the lists of ``list_kernel``, as key tiles do in the forward pass. REDO: only
+    key heads that have a query head with extreme rows, by a few programs (``redo_share``).
     """
     if EVEN_N:
         N = N // 8 * 8
+    tiles = tl.cdiv(N, BLOCK_N)
+    if REDO:  # the flags of a group's heads lie side by side
+        first, last, start, step = redo_share(batch * kv_heads)
+        flags = group * rare_tiles
+        if any_flag(rare_ptr + wide(first) * flags, (last - first) * flags):
+            for plane in range(first, last):
+                if any_flag(rare_ptr + wide(plane) * flags, flags):
+                    for tile in range(start, tiles, step):
+                        dkdv_tile(
+                            tile, plane // kv_heads, plane % kv_heads, q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr,
+                            lse_ptr, low_ptr, delta_ptr, rare_ptr, dk_ptr, dv_ptr, ds_ptr, column_ptr, term_ptrs, sizes,
+                            q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, ds_strides,
+                            term_strides, M, N, heads, group, shift, rare_tiles, scale, lists_ptr, plane_strides, TERMS,
+                            FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC,
+                            DK_VEC, DV_VEC, DS_VEC, WANT_DK, WANT_DV, STORE_DS, SUM_COLUMNS, WIDE, EVEN_N, SHORT_M,
+                            SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, BLOCK_M, BLOCK_N,
+                            STAGES,
+                        )  # fmt: skip
+    else:
+        tile, b, kv_head = place(tl.program_id(0), tiles, batch, kv_heads, ORDER)
+        dkdv_tile(
+            tile, b, kv_head, q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr,
+            dk_ptr, dv_ptr, ds_ptr, column_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides,
+            dk_strides, dv_strides, ds_strides, term_strides, M, N, heads, group, shift, rare_tiles, scale, lists_ptr,
+            plane_strides, TERMS, FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC,
+            DOUT_VEC, DK_VEC, DV_VEC, DS_VEC, WANT_DK, WANT_DV, STORE_DS, SUM_COLUMNS, WIDE, EVEN_N, SHORT_M, SHORT_N,
+            IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def dq_tile(
+    tile, b, h,
+    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr, dq_ptr,
+    term_ptrs,
+    sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides,
+    M, N, heads, group, shift, scale, lists_ptr, plane_strides,
+    TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
+    V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr, DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr,
+    REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr,
+    HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq of one query tile of one batch item and head, see ``dq_kernel``."""
     tiles = tl.cdiv(M, BLOCK_M)
-    tile, b, h = place(tl.program_id(0), tiles, batch, heads, ORDER)
-    if IS_CAUSAL:
-        tile = tiles - 1 - tile
     q_start = tile * BLOCK_M
     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
     q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
@@ -273,9 +266,6 @@ def dq_kernel(
     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
     head = wide(b) * heads + h
     at = head * M + q_at + q_rows
-    if REDO:
-        if extreme_flag(tl.load(lse_ptr + at)) == 0.0:
-            return
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
@@ -353,51 +343,56 @@ def dq_kernel(
     store_strips(dq_base, q_at, q_local, dq_strides, q_own, scale_strips(acc_dq, scale), D, D_STRIPS, DQ_VEC, WIDE)
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift"])
-def dq_from_ds_kernel(
-    ds_ptr, k_ptr, dq_ptr,
-    sizes, ds_strides, k_strides, dq_strides,
-    M, N, heads, group, batch, shift, scale,
-    D: tl.constexpr, D_STRIPS: tl.constexpr, DS_VEC: tl.constexpr, K_VEC: tl.constexpr, DQ_VEC: tl.constexpr,
-    WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift", "rare_tiles"])
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr, dq_ptr,
+    term_ptrs,
+    sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides,
+    M, N, heads, group, batch, shift, rare_tiles, scale, lists_ptr, plane_strides,
+    TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
+    Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr,
+    DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
+    PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr,
+    RARE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale ds k where ds was stored. Grid: one program per query tile, head and batch item."""
+    """dq = scale ds k of a query tile, scores recomputed.
+
+    Computes delta first and stores it for the kernels that follow, which saves a launch and a pass over out and dout.
+    Grid: one program per query tile, batch item, head. LISTS: as in the forward pass. REDO: only tiles with flags, by
+    a few programs (``redo_share``), after a pass that stored delta and flags; one for every RARE_BLOCK rows.
+    """
     if EVEN_N:
         N = N // 8 * 8
     tiles = tl.cdiv(M, BLOCK_M)
-    tile, b, h = place(tl.program_id(0), tiles, batch, heads, "tile,head,batch")
-    if IS_CAUSAL:
-        tile = tiles - 1 - tile
-    q_start = tile * BLOCK_M
-    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
-    ds_base = ds_ptr + head_offset(b, h, ds_strides, sizes, DS_VEC)
-    k_base = k_ptr + head_offset(b, h // group, k_strides, sizes, K_VEC)
-    q_local = local(BLOCK_M, WIDE)
-    k_local = local(BLOCK_N, WIDE)
-    q_rows = inside(q_local, M, SHORT_M)[:, None]
-    k_rows = inside(k_local, N, SHORT_N)
-    acc_dq = zero_strips(BLOCK_M, D_STRIPS)
-    _, end = key_span(q_at, M, N, shift, BLOCK_M, BLOCK_N, IS_CAUSAL)
-    whole = tl.minimum(
-        N // BLOCK_N * BLOCK_N, end
-    )  # hidden pairs were stored as zeros: only the last tile needs a mask
-    for phase in tl.static_range(2):
-        lo = whole if phase else 0
-        hi = end if phase else whole
-        for k_start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-            k_start = tl.multiple_of(k_start, BLOCK_N)
-            k_at = k_start
-            if phase:
-                k_at = shifted_keys(k_start, N, BLOCK_N, SHORT_N, EVEN_N)
-            k_in = owned(k_at, k_start, k_local, N, SHORT_N)[None, :]
-            ds = load_term(
-                ds_base, ds_strides, q_at, k_at, q_rows, k_local[None, :], k_in, True, True, DS_VEC, WIDE, SHORT_N
-            )  # [M, N]
-            if phase:
-                ds = tl.where(k_in, ds, 0.0)
-            k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
-            acc_dq = add_dots(acc_dq, ds.to(k[0].dtype), k, PRECISION)  # [M, D]
-    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
-    dq_base = dq_ptr + head_offset(b, h, dq_strides, sizes, DQ_VEC)
-    store_strips(dq_base, q_at, q_local, dq_strides, q_own, scale_strips(acc_dq, scale), D, D_STRIPS, DQ_VEC, WIDE)
+    if REDO:
+        first, last, start, step = redo_share(batch * heads)
+        if any_flag(rare_ptr + wide(first) * rare_tiles, (last - first) * rare_tiles):
+            for plane in range(first, last):
+                flags = rare_ptr + wide(plane) * rare_tiles
+                if any_flag(flags, rare_tiles):
+                    for tile in range(start, tiles, step):
+                        if tile_flag(flags, rare_tiles, tile * BLOCK_M, RARE_BLOCK, BLOCK_M):
+                            dq_tile(
+                                tile, plane // heads, plane % heads, q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr,
+                                low_ptr, dlse_ptr, reference_ptr, delta_ptr, rare_ptr, dq_ptr, term_ptrs, sizes,
+                                q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, term_strides, M,
+                                N, heads, group, shift, scale, lists_ptr, plane_strides, TERMS, FULL_TERMS, UNLISTED,
+                                LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, OUT_VEC, DQ_VEC,
+                                HAS_DLSE, REDO, WIDE, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP,
+                                HIDES_KEYS, PRECISION, TAIL, BLOCK_M, BLOCK_N, STAGES,
+                            )  # fmt: skip
+    else:
+        tile, b, h = place(tl.program_id(0), tiles, batch, heads, ORDER)
+        if IS_CAUSAL:
+            tile = tiles - 1 - tile
+        dq_tile(
+            tile, b, h, q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr,
+            rare_ptr, dq_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
+            term_strides, M, N, heads, group, shift, scale, lists_ptr, plane_strides, TERMS, FULL_TERMS, UNLISTED,
+            LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, OUT_VEC, DQ_VEC, HAS_DLSE, REDO, WIDE,
+            EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, HIDES_KEYS, PRECISION, TAIL, BLOCK_M,
+            BLOCK_N, STAGES,
+        )  # fmt: skip

@@ -20,8 +20,9 @@ from biasflash.tile.memory import (
     wide,
     wide_if,
 )
+from biasflash.tile.redo import any_flag, redo_share
 from biasflash.tile.score import score_grad_tile, score_tile
-from biasflash.tile.softmax import LOG2E, extreme_reference, head_flag, probability, statistics_pitch
+from biasflash.tile.softmax import LOG2E, extreme_reference, probability, statistics_pitch
 from biasflash.tile.strips import dot_strips, load_strips
 
 
@@ -75,36 +76,33 @@ def chunk_flag(
     return found
 
 
-@triton.jit(
-    do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk", "rare_tiles", "redo_pitch"]
-)
-def dbias_kernel(
+@triton.jit
+def any_of_chunk(flags, tiles, owner, first, last, sizes, heads, OWNS: tl.constexpr):
+    """Whether any of the (batch item, head) pairs from ``first`` to ``last`` has a flag; ``tiles`` flags a pair."""
+    found = tl.zeros([1024], tl.float32)
+    count = (last - first) * tiles
+    for i in range(0, count, 1024):
+        at = tl.minimum(i + tl.arange(0, 1024), count - 1)
+        b, h = split_index(owner, first + at // tiles, sizes, heads, OWNS)
+        found = tl.maximum(found, tl.load(flags + (b * heads + h) * tiles + at % tiles))
+    return tl.max(found, 0) > 0.0
+
+
+@triton.jit
+def dbias_tile(
+    tile, owner, part,
     q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dbias_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride, term_strides,
-    M, N, heads, group, shift, owners, shared, chunk, rare_tiles, scale, redo_ptr, redo_pitch,
+    M, N, heads, group, shift, shared, chunk, rare_tiles, scale,
     TERMS: tl.constexpr, OWNS: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
-    DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr,
-    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
-    PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr, HAS_KEEP: tl.constexpr,
-    REDO: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr, EVEN_N: tl.constexpr,
+    SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr,
+    RARE: tl.constexpr, RARE_BLOCK: tl.constexpr, HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dbias tile = sum of ds over the (batch item, head) pairs that share it.
-
-    OWNS marks the axes ``(*batch, heads)`` that the bias varies along; ``shared`` is the product of the sizes of the
-    others. Terms that are the same for all of those (FIXED) are loaded once. Where the shared pairs are split, each
-    program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride`` apart. Grid: one program per tile
-    of queries x keys (fastest), owned (batch item, head) pair, and chunk. REDO: nothing is done unless one of the
-    ``redo_pitch`` flags in ``redo_ptr`` is raised or the tile has extreme rows.
-    """
-    if EVEN_N:
-        N = N // 8 * 8
+    """One tile of one owned pair and chunk, see ``dbias_kernel``."""
     k_tiles = tl.cdiv(N, BLOCK_N)
-    tiles = tl.cdiv(M, BLOCK_M) * k_tiles
-    tile = tl.program_id(0) % tiles
-    owner = tl.program_id(0) // tiles % owners
-    part = tl.program_id(0) // tiles // owners
     q_start = tile // k_tiles * BLOCK_M
     k_start = tile % k_tiles * BLOCK_N
     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
@@ -132,9 +130,6 @@ def dbias_kernel(
     flag = 0.0
     if RARE:
         flag = chunk_flag(rare_ptr, rare_tiles, q_at, owner, first, last, sizes, heads, OWNS, RARE_BLOCK, BLOCK_M)
-    if REDO:
-        if head_flag(redo_ptr, redo_pitch, True) + flag == 0.0:
-            return
     for phase in tl.static_range(2 if RARE else 1):  # all rows, then extreme ones if there are any
         hi = last
         if RARE:
@@ -194,6 +189,74 @@ def dbias_kernel(
         dbias_base, dbias_strides, q_at, k_at, q_local[:, None], k_local[None, :], q_own[:, None] & k_own[None, :],
         acc_ds, DBIAS_VEC, WIDE,
     )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk", "rare_tiles", "redo_pitch"]
+)
+def dbias_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dbias_ptr, term_ptrs,
+    sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride, term_strides,
+    M, N, heads, group, shift, owners, shared, chunk, rare_tiles, scale, redo_ptr, redo_pitch,
+    TERMS: tl.constexpr, OWNS: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr,
+    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
+    PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr, HAS_KEEP: tl.constexpr,
+    REDO: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dbias tile = sum of ds over the (batch item, head) pairs that share it.
+
+    OWNS marks the axes ``(*batch, heads)`` that the bias varies along; ``shared`` is the product of the sizes of the
+    others. Terms that are the same for all of those (FIXED) are loaded once. Where the shared pairs are split, each
+    program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride`` apart. Grid: one program per tile
+    of queries x keys (fastest), owned (batch item, head) pair, and chunk. REDO: only tiles with extreme
+    rows, or all if one of the ``redo_pitch`` flags in ``redo_ptr`` is raised, by a few programs.
+    """
+    if EVEN_N:
+        N = N // 8 * 8
+    k_tiles = tl.cdiv(N, BLOCK_N)
+    tiles = tl.cdiv(M, BLOCK_M) * k_tiles
+    if REDO:
+        planes = owners * tl.cdiv(shared, chunk)
+        raised = any_flag(redo_ptr, redo_pitch)
+        first, last, start, step = redo_share(planes)
+        for plane in range(first, last):
+            owner, part = plane % owners, plane // owners
+            pair, end = part * chunk, tl.minimum(part * chunk + chunk, shared)
+            redone = raised
+            if RARE:
+                redone = redone | any_of_chunk(rare_ptr, rare_tiles, owner, pair, end, sizes, heads, OWNS)
+            if redone:
+                for tile in range(start, tiles, step):
+                    met = raised
+                    if RARE:
+                        q_at = shifted(tile // k_tiles * BLOCK_M, M, BLOCK_M, SHORT_M)
+                        flag = chunk_flag(
+                            rare_ptr, rare_tiles, q_at, owner, pair, end, sizes, heads, OWNS, RARE_BLOCK, BLOCK_M
+                        )
+                        met = met | (flag > 0.0)
+                    if met:
+                        dbias_tile(
+                            tile, owner, part, q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr,
+                            delta_ptr, rare_ptr, dbias_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides,
+                            dout_strides, dbias_strides, chunk_stride, term_strides, M, N, heads, group, shift, shared,
+                            chunk, rare_tiles, scale, TERMS, OWNS, FIXED, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC,
+                            V_VEC, DOUT_VEC, DBIAS_VEC, WIDE, WIDE_HEADS, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED,
+                            PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION, TAIL, BLOCK_M, BLOCK_N, STAGES,
+                        )  # fmt: skip
+    else:
+        tile = tl.program_id(0) % tiles
+        owner = tl.program_id(0) // tiles % owners
+        part = tl.program_id(0) // tiles // owners
+        dbias_tile(
+            tile, owner, part, q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr,
+            dbias_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride,
+            term_strides, M, N, heads, group, shift, shared, chunk, rare_tiles, scale, TERMS, OWNS, FIXED, D, DV,
+            D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, DBIAS_VEC, WIDE, WIDE_HEADS, EVEN_N, SHORT_M, SHORT_N,
+            IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION, TAIL, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "chunks"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from biasflash.backends.triton import backward, backward_bias, geometry, tile_plan, window_plan
+from biasflash.backends.triton import backward, backward_bias, backward_rows, geometry, tile_plan, window_plan
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe, Sum, add_chunks
 from biasflash.problem import Problem
@@ -178,7 +178,7 @@ class BackwardPlan:
 
     def _delta(self) -> Launch:
         return self.ops.launch(
-            backward.delta_kernel,
+            backward_rows.delta_kernel,
             "delta",
             ("out", "dout"),
             lambda tile: triton.cdiv(self.problem.M, tile.block_m) * self.heads,
@@ -187,7 +187,7 @@ class BackwardPlan:
 
     def _dq_from_ds(self) -> Launch:
         return self.ops.launch(
-            backward.dq_from_ds_kernel,
+            backward_rows.dq_from_ds_kernel,
             "dq_from_ds",
             ("k", "dq"),
             lambda tile: triton.cdiv(self.problem.M, tile.block_m) * self.heads,

@@ -15,6 +15,7 @@ from biasflash.tile.memory import (
     wide,
 )
 from biasflash.tile.pieces import store_piece
+from biasflash.tile.redo import any_flag, redo_share, tile_flag
 from biasflash.tile.score import score_tile
 from biasflash.tile.softmax import LOG2E, finish, running_step
 from biasflash.tile.span import key_span, place
@@ -40,8 +41,9 @@ def piece_span(piece, piece_tiles, full_end, end, BLOCK_N: tl.constexpr):
     return first, tl.maximum(tl.minimum(full_end, stop), first), tl.minimum(end, stop)
 
 
-@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift", "piece_tiles"])
-def forward_kernel(
+@triton.jit
+def forward_tile(
+    tile, b, h, piece,
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs,
     sizes, q_strides, k_strides, v_strides, out_strides, term_strides,
     M, N, heads, group, batch, shift, scale, piece_tiles, lists_ptr, plane_strides,
@@ -49,28 +51,11 @@ def forward_kernel(
     DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
     V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
     SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr,
-    KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, SPLIT: tl.constexpr,
+    KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(scale q k^T + biases, hidden pairs at -inf) v.
-
-    Grid: one program per query tile, batch item and head. SPLIT: as many again for every piece of ``piece_tiles``
-    key tiles, pieces slowest; ``out_ptr``, ``lse_ptr`` and ``low_ptr`` are then the scratch that
-    ``merge_kernel`` adds up: sums, maxima and denominators, each ``[pieces, rows]``. LISTS: key tiles come from the
-    lists of ``list_kernel``, those of the first loop without the masks that are in the lists (``UNLISTED`` marks the
-    other terms, ``FULL_TERMS`` holds them).
-    """
-    if EVEN_N:
-        N = N // 8 * 8  # equal, and tells the compiler that keys come in eights
+    """One query tile of one batch item and head, and one piece of its keys, see ``forward_kernel``."""
     tiles = tl.cdiv(M, BLOCK_M)
-    pid = tl.program_id(0)
-    piece = 0
-    if SPLIT:
-        piece = pid // (tiles * batch * heads)
-        pid = pid % (tiles * batch * heads)
-    tile, b, h = place(pid, tiles, batch, heads, ORDER)
-    if IS_CAUSAL:
-        tile = tiles - 1 - tile  # the longest rows first
     q_start = tile * BLOCK_M
     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
     q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
@@ -164,3 +149,61 @@ def forward_kernel(
         tl.store(lse_ptr + at, lse, mask=q_own)
         if KEEP_LOW:
             tl.store(low_ptr + at, low, mask=q_own)
+
+
+@triton.jit(do_not_specialize=["M", "N", "heads", "group", "batch", "shift", "piece_tiles", "redo_pitch"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs,
+    sizes, q_strides, k_strides, v_strides, out_strides, term_strides,
+    M, N, heads, group, batch, shift, scale, piece_tiles, lists_ptr, plane_strides, redo_ptr, redo_pitch,
+    TERMS: tl.constexpr, FULL_TERMS: tl.constexpr, UNLISTED: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
+    V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
+    SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr,
+    KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, SPLIT: tl.constexpr,
+    REDO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale q k^T + biases, hidden pairs at -inf) v.
+
+    Grid: one program per query tile, batch item and head. SPLIT: as many again for every piece of ``piece_tiles``
+    key tiles, pieces slowest; ``out_ptr``, ``lse_ptr`` and ``low_ptr`` are then the scratch that
+    ``merge_kernel`` adds up: sums, maxima and denominators, each ``[pieces, rows]``. LISTS: key tiles come from the
+    lists of ``list_kernel``, those of the first loop without the masks that are in the lists (``UNLISTED`` marks the
+    other terms, ``FULL_TERMS`` holds them). REDO: only tiles with a flag in ``redo_ptr``, one for every
+    64 rows and ``redo_pitch`` a head, by a few programs (``redo_share``).
+    """
+    if EVEN_N:
+        N = N // 8 * 8  # equal, and tells the compiler that keys come in eights
+    tiles = tl.cdiv(M, BLOCK_M)
+    if REDO:
+        first, last, start, step = redo_share(batch * heads)
+        if any_flag(redo_ptr + wide(first) * redo_pitch, (last - first) * redo_pitch):
+            for plane in range(first, last):
+                flags = redo_ptr + wide(plane) * redo_pitch
+                if any_flag(flags, redo_pitch):
+                    for tile in range(start, tiles, step):
+                        if tile_flag(flags, redo_pitch, tile * BLOCK_M, 64, BLOCK_M):
+                            forward_tile(
+                                tile, plane // heads, plane % heads, 0, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr,
+                                term_ptrs, sizes, q_strides, k_strides, v_strides, out_strides, term_strides, M, N,
+                                heads, group, batch, shift, scale, piece_tiles, lists_ptr, plane_strides, TERMS,
+                                FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, OUT_VEC,
+                                WIDE, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, LOW_RANGE, KEEP_LOW,
+                                HIDES_KEYS, PRECISION, SPLIT, BLOCK_M, BLOCK_N, STAGES,
+                            )  # fmt: skip
+    else:
+        pid = tl.program_id(0)
+        piece = 0
+        if SPLIT:
+            piece = pid // (tiles * batch * heads)
+            pid = pid % (tiles * batch * heads)
+        tile, b, h = place(pid, tiles, batch, heads, ORDER)
+        if IS_CAUSAL:
+            tile = tiles - 1 - tile  # the longest rows first
+        forward_tile(
+            tile, b, h, piece, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs, sizes, q_strides, k_strides,
+            v_strides, out_strides, term_strides, M, N, heads, group, batch, shift, scale, piece_tiles, lists_ptr,
+            plane_strides, TERMS, FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, OUT_VEC,
+            WIDE, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, LOW_RANGE, KEEP_LOW, HIDES_KEYS, PRECISION, SPLIT,
+            BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip

@@ -144,6 +144,27 @@ def _whole(ops: Operands, lists: tile_plan.TileLists | None) -> Recipe:
     return Recipe(launches=(*lists.launches(), launch), scratch=tuple(lists.scratch().items()))
 
 
+def redo(ops: Operands, flags_per_head: int) -> Launch:
+    """Query tiles computed again where another kernel raised a flag: ``redo``, float32, one for every 64 queries."""
+    p = ops.problem
+    launch = ops.launch(
+        forward.forward_kernel,
+        "forward",
+        ("q", "k", "v", "out"),
+        lambda tile: triton.cdiv(p.M, tile.block_m) * p.batch_size * p.Hq,
+        lse_ptr=Slot("lse"),
+        low_ptr=Slot("low"),
+        piece_tiles=0,
+        SPLIT=False,
+        REDO=True,
+        redo_ptr=Slot("redo"),
+        redo_pitch=flags_per_head,
+        **tile_plan.trivial_arguments(ops),
+    )
+    launch.why = "only where weights overflowed"
+    return launch
+
+
 def _pieces(ops: Operands, split: Split) -> Recipe:
     p = ops.problem
     heads = p.batch_size * p.Hq
