@@ -4,6 +4,10 @@ Units of work are (key tile, batch item), the items of one tile in turn. The sco
 the weights of this one are multiplied, across key tiles and across the items of a program as well (the last unit of
 all issues scores that nobody reads). Rings: queries of ROWS batch items, one key and value tile of one of them, one
 bias tile. Keys are walked from the last tile to the first: tiles that need a mask come first.
+
+With FIXED a query row has one reference for all its keys and all ROWS items: no maxima, no factors of what was
+accumulated, and the bias enters exponents with the reference in it. Weights of bfloat16 reach as far as float32: any
+reference serves that is at most 44 above the log-sum-exp and 69 below. Flags say which 64 rows are to be done anew.
 """
 
 from dataclasses import make_dataclass
@@ -28,10 +32,14 @@ from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import place
 
 NEG_INF = gl.constexpr(float("-inf"))
+# FIXED: sums to be believed. Weights below 2**-126 are lost, 2**-62 of the least sum. The largest has a reciprocal;
+# whether it was too much for values is looked at.
+LEAST_SUM = gl.constexpr(2.0**-64)
+LARGEST_SUM = gl.constexpr(2.0**100)
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "BLOCK_N", "ROWS", "Q_BUFFERS", "KV_STAGES", "BIAS_STAGES", "IS_CAUSAL", "AHEAD",
-    "KEEP_LOW", "LOW_RANGE", "ORDER", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "SCORES", "OUT",
+    "FIXED", "KEEP_LOW", "LOW_RANGE", "ORDER", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "SCORES", "OUT",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -147,9 +155,9 @@ def score_next(w: gl.constexpr, g: gl.constexpr, q_tiles, k_tiles, q_full, done,
 
 
 @jit
-def lane_sums(p, FORM: gl.constexpr):
+def lane_sums(p, COLUMNS: gl.constexpr):
     """Row sums in eight parts, as far as a thread can form them alone."""
-    return gl.sum(p.reshape([64, FORM.BLOCK_N // 8, 8]), 1)
+    return gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
 
 
 @jit
@@ -165,6 +173,25 @@ def hide(x, end, FORM: gl.constexpr):
     left = gl.convert_layout(end, gl.SliceLayout(1, PAIRS))[:, None] - b[None, :]
     x = gl.where(a[None, :, None] * 8 < left[:, None, :], x, NEG_INF)
     return gl.convert_layout(x.reshape([64, FORM.BLOCK_N]), FORM.SCORES)
+
+
+@jit
+def read_bias(w: gl.constexpr, uses, column, is_masked, limit, bias_tiles, FORM: gl.constexpr):
+    """The bias of use ``uses``, from key ``column`` on."""
+    tile = bias_tiles.index(uses % FORM.BIAS_STAGES * 2 + w)
+    bias = widen(tile.reshape([64, FORM.BLOCK_N]).load(FORM.SCORES))
+    if is_masked:  # on the bias, once for ROWS items; on scores it spills 50 registers
+        bias = hide(bias, limit + 1 - column, FORM)
+    return bias
+
+
+@jit
+def first_reference(s, bias, m, scale, FORM: gl.constexpr):
+    """FIXED: ``m`` with the rows' reference, the maximum of the first scores of the first item, but 0 at least.
+
+    Rows far below 0 there are mostly hidden: by position, or a bias of -100, -1e4, ``finfo.min`` or -inf.
+    """
+    return replaced(m, 0, gl.maximum(gl.max(s * scale + bias, 1), 0.0), FORM.ROWS)
 
 
 @jit
@@ -189,18 +216,23 @@ def key_tile(
         if g == 0:
             ring.wait_full(bias_full, uses, FORM.BIAS_STAGES)
         if g == 0 or not FORM.KEEP:
-            stage = uses % FORM.BIAS_STAGES
-            bias = widen(bias_tiles.index(stage * 2 + w).reshape([64, FORM.BLOCK_N]).load(FORM.SCORES))
-            if j < masked:  # on the bias, once for ROWS items; on scores it spills 50 registers
-                bias = hide(bias, limit + 1 - (tiles - 1 - j) * FORM.BLOCK_N, FORM)
+            column = (tiles - 1 - j) * FORM.BLOCK_N
+            bias = read_bias(w, uses, column, j < masked, limit, bias_tiles, FORM)
+            if FORM.FIXED:
+                if g == 0 and j == 0:
+                    m = first_reference(s, bias, m, scale, FORM)
+                bias = bias * LOG2E - rounded(m[0], gl.full_like(m[0], LOG2E))[:, None]
         if g > 0:
             s = warpgroup_mma_wait(FORM.REACH, deps=(s,))
-        x = s * scale + bias
-        top = gl.maximum(m[g], gl.max(x, 1))
-        unit = row_unit(top, gl.full_like(top, LOG2E), FORM)
-        reference = gl.where(top == NEG_INF, 0.0, rounded(top, unit))
-        alpha = gl.exp2(rounded(m[g], unit) - reference)
-        m = replaced(m, g, top, FORM.ROWS)
+        if FORM.FIXED:
+            y = s * (scale * LOG2E) + bias
+        else:
+            x = s * scale + bias
+            top = gl.maximum(m[g], gl.max(x, 1))
+            unit = row_unit(top, gl.full_like(top, LOG2E), FORM)
+            reference = gl.where(top == NEG_INF, 0.0, rounded(top, unit))
+            alpha = gl.exp2(rounded(m[g], unit) - reference)
+            m = replaced(m, g, top, FORM.ROWS)
         if g == 0 and (j == 0) & (done > 0):  # the output of the item before lies where its queries were
             store_wait(0)
             ring.hand_back(q_empty, done - 1, FORM.Q_BUFFERS)
@@ -210,14 +242,20 @@ def key_tile(
             o, p = warpgroup_mma_wait(FORM.REACH - 1, deps=(out[g - 1], p))
             out = replaced(out, g - 1, o, FORM.ROWS)
             ring.hand_back(kv_empty, u - 1, FORM.KV_STAGES)
-        weights = gl.exp2(x * unit[:, None] - reference[:, None])
-        fade = gl.convert_layout(alpha, gl.SliceLayout(1, l[g].type.layout))
-        l = replaced(l, g, l[g] * fade[:, None] + lane_sums(weights, FORM), FORM.ROWS)
+        if FORM.FIXED:
+            weights = gl.exp2(y)
+            l = replaced(l, g, l[g] + lane_sums(weights, FORM.BLOCK_N), FORM.ROWS)
+        else:
+            weights = gl.exp2(x * unit[:, None] - reference[:, None])
+            fade = gl.convert_layout(alpha, gl.SliceLayout(1, l[g].type.layout))
+            l = replaced(l, g, l[g] * fade[:, None] + lane_sums(weights, FORM.BLOCK_N), FORM.ROWS)
         p = gl.convert_layout(weights.to(q_tiles.dtype), gl.DotOperandLayout(0, FORM.OUT, 2))
         if not FORM.AHEAD:
             s_next = score_next(w, g, q_tiles, k_tiles, q_full, done, u, last, more, FORM)
         v = v_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
-        o = out[g] * gl.convert_layout(alpha, gl.SliceLayout(1, FORM.OUT))[:, None]
+        o = out[g]
+        if not FORM.FIXED:
+            o = o * gl.convert_layout(alpha, gl.SliceLayout(1, FORM.OUT))[:, None]
         o = warpgroup_mma(p, v, o, is_async=True)
         if g + 1 == FORM.ROWS:
             o, p, s_next = warpgroup_mma_wait(0, deps=(o, p, s_next))
@@ -230,16 +268,39 @@ def key_tile(
 
 
 @jit
+def row_sums(o, l, row, FORM: gl.constexpr):
+    """The sums of weights in one part. FIXED: nan where a sum of values is not finite."""
+    if FORM.FIXED:
+        l += gl.convert_layout(lane_sums(o * 0.0, FORM.DV_BLOCK), l.type.layout)
+    return gl.convert_layout(gl.sum(l, 1), row.type.layout)
+
+
+@jit
+def store_flags(out, l, row, limit, M, to, pitch, flag_ptr, FORM: gl.constexpr):
+    """1.0 for ROWS items where sums of a row are not to be believed; nor is a sum of 0, unless position hides all."""
+    counts = gl.zeros_like(row)  # of such rows, up to 64: a byte for each item
+    for g in gl.static_range(FORM.ROWS):
+        total = row_sums(out[g], l[g], row, FORM)
+        fine = (total >= LEAST_SUM) & (total <= LARGEST_SUM)
+        fine = fine | ((total == 0.0) & (limit < 0)) | (row >= M)
+        counts += gl.where(fine, 0, 1 << (8 * g))
+    counts = gl.sum(counts, 0)
+    for g in gl.static_range(FORM.ROWS):
+        gl.store(flag_ptr + to + g * pitch, gl.where(((counts >> (8 * g)) & 255) == 0, 0.0, 1.0))
+
+
+@jit
 def attend(
-    w: gl.constexpr, out_desc, out_moves, row_ptrs, buffers, rings, extent, items, inner, scale, FORM: gl.constexpr
-):
+    w: gl.constexpr, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale,
+    FORM: gl.constexpr,
+):  # fmt: skip
     """Warpgroup ``w``: rows ``64 w`` to ``64 w + 63`` of every query tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, FORM.SCORES)
     q_tiles, k_tiles = buffers[0], buffers[1]
     q_full, kv_full = rings[0], rings[2]
     M, N, heads, _batch, shift = extent
     unit = gl.full([64], LOG2E, gl.float32, layout=ROW)
-    no_sums = lane_sums(gl.zeros([64, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES), FORM)
+    no_sums = lane_sums(gl.zeros([64, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES), FORM.BLOCK_N)
     ring.wait_full(q_full, 0, FORM.Q_BUFFERS)
     ring.wait_full(kv_full, 0, FORM.KV_STAGES)
     s = score(w, 0, q_tiles, k_tiles, 0, 0, FORM)
@@ -265,11 +326,15 @@ def attend(
                 w, s, out, m, l, uses, j, tiles, masked, done, more, limit, scale, buffers, rings, FORM
             )
             uses += 1
+        if FORM.FIXED:
+            pitch = 2 * gl.cdiv(M, FORM.BLOCK_M)
+            to = (first * heads + h) * pitch + 2 * tile + w
+            store_flags(out, l, row, limit, M, to, heads * pitch, flag_ptr, FORM)
         slot = done % FORM.Q_BUFFERS * FORM.ROWS
         for g in gl.static_range(FORM.ROWS):
-            total = gl.convert_layout(gl.sum(l[g], 1), ROW)
+            total = row_sums(out[g], l[g], row, FORM)
             head = (first + g) * heads + h
-            inverse = store_statistics(m[g], total, unit, scale, row, head, M, row_ptrs, FORM)
+            inverse = store_statistics(m[0 if FORM.FIXED else g], total, unit, scale, row, head, M, row_ptrs, FORM)
             o = out[g] * gl.convert_layout(inverse, gl.SliceLayout(1, FORM.OUT))[:, None]
             q_tiles.index((slot + g) * 2 + w).reshape([64, FORM.DV_BLOCK]).store(o.to(q_tiles.dtype))
         fence_async_shared()
@@ -282,11 +347,11 @@ def attend(
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
                         "group", "batch", "shift"])  # fmt: skip
 def shared_forward_kernel(
-    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr,
+    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, flag_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     Q_BUFFERS: gl.constexpr, KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    AHEAD: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
+    AHEAD: gl.constexpr, FIXED: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, ROWS batch items around one bias tile.
@@ -295,10 +360,13 @@ def shared_forward_kernel(
     ``items`` = cdiv(M, 128) * (batch / ROWS) * heads persistent programs. Blocks: q ``[64, D_BLOCK]``, k ``[BLOCK_N,
     D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. Writes what
     ``forward_kernel`` writes, with two warpgroups. AHEAD: scores of the next unit are issued before this one's weights
-    are formed, not after.
+    are formed, not after. FIXED (bfloat16): see above; writes ``flag_ptr[batch * heads, 2 cdiv(M, 128)]``, float32, 0.0
+    or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, Q_BUFFERS, KV_STAGES, BIAS_STAGES, IS_CAUSAL, AHEAD,
-                              KEEP_LOW, LOW_RANGE, ORDER)  # fmt: skip
+                              FIXED, KEEP_LOW, LOW_RANGE and not FIXED, ORDER)  # fmt: skip
+    gl.static_assert(not FIXED or q_desc.dtype == gl.bfloat16, "float16 weights do not reach as far as float32")
+    gl.static_assert(not FIXED or ROWS <= 4, "a byte for each item's flag")
     gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")
     gl.static_assert(TILES == 1, "a round is one key tile: the scores of the next are issued in it anyway")
     gl.static_assert(Q_BUFFERS >= 2 and BIAS_STAGES >= 2, "the next item's first scores are issued within this one")
@@ -325,7 +393,7 @@ def shared_forward_kernel(
     rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty)
     extent = (M, N, heads, batch, shift)
     gl.warp_specialize([
-        (attend, (0, out_desc, out_moves, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-        (attend, (1, out_desc, out_moves, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
+        (attend, (0, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, FORM)),
+        (attend, (1, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, FORM)),
         (copy_tiles, (descs, moves, buffers, rings, extent, items, inner, group, FORM)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
