@@ -18,7 +18,7 @@ from biasflash.backends.hopper.pipeline import hand_back, wait_empty, wait_full
 from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import query_span
 
-L2_SHARE = gl.constexpr(1 << 24)  # bytes of queries and their gradients that programs may share at a time
+L2_SHARE = gl.constexpr(1 << 25)  # bytes of queries and their gradients that programs share at a time, of 50 MB
 
 NAMES = [
     "D", "DV", "BLOCK", "TILES", "A_BUFFERS", "STAGES", "BIAS_STAGES", "DS_SLOTS", "DQ_SLOTS", "HAS_BIAS", "IS_CAUSAL",
@@ -54,11 +54,13 @@ def units_of(numbers, FORM: gl.constexpr):
 def section_of(lines, M, group, FORM: gl.constexpr):
     """How many (batch item, key head) pairs programs go through at a time: as many as share the cache.
 
-    Programs of a pair walk over its queries one behind the other, so few of them should be at one: causal ones two at
-    least.
+    Programs of a pair follow each other over its queries, 1.5 us apart: the fewer of them start together, the less they
+    wait. CAUSAL: two sections are at work, the second half of one of them.
     """
-    section = L2_SHARE // (6 * FORM.D + 2 * FORM.DV) // (M * group)
-    return gl.minimum(gl.maximum(section, 2 if FORM.IS_CAUSAL else 1), lines)
+    pairs = L2_SHARE // (6 * FORM.D + 2 * FORM.DV) // (M * group)
+    if FORM.IS_CAUSAL:
+        pairs = gl.maximum(pairs // 2, 2)
+    return gl.minimum(gl.maximum(pairs, 1), lines)
 
 
 @jit
