@@ -264,18 +264,19 @@ def run_round(
     for u in gl.static_range(FORM.TILES):
         i = use + u
         slot = i % FORM.STAGES
-        s = warpgroup_mma_wait(3 if u > 0 else 1, deps=(s,))  # also in flight: dv, dk of the tile before
+        s = warpgroup_mma_wait(2 if u > 0 else 1, deps=(s,))  # in flight: dP^T, and dk of the tile before
         p = weights(w, s, i, bias, rows, bias_full, own_row, row + u * FORM.BLOCK, N, shift, scale, MASKED, FORM)
-        delta = rows[1].index(slot).reshape([FORM.BLOCK]).load(gl.SliceLayout(0, FORM.S))
-        wait_empty(ds_empty, i, FORM.DS_SLOTS)
-        dp = warpgroup_mma_wait(2 if u > 0 else 0, deps=(dp,))
-        ds = (p * (dp - delta[None, :])).to(dtype)
         p_left = gl.convert_layout(p.to(dtype), FORM.P_V)
+        # Before the wait for dP^T: it needs the weights, so that the assembler cannot lower the exponentials behind it.
+        dv = warpgroup_mma(p_left, met[1].index(slot).reshape([FORM.BLOCK, FORM.DV]), dv, is_async=True)
+        wait_empty(ds_empty, i, FORM.DS_SLOTS)
+        dp = warpgroup_mma_wait(2 if u > 0 else 1, deps=(dp,))  # in flight: dk of the tile before, and dv
+        delta = rows[1].index(slot).reshape([FORM.BLOCK]).load(gl.SliceLayout(0, FORM.S))
+        ds = (p * (dp - delta[None, :])).to(dtype)
         ds_left = gl.convert_layout(ds, FORM.P_K)
         held = added(added(held, p_left), ds_left)
         if u + 1 < FORM.TILES:
             s, dp = begin_scores(k, v, met, met_full, i + 1, FORM)
-        dv = warpgroup_mma(p_left, met[1].index(slot).reshape([FORM.BLOCK, FORM.DV]), dv, is_async=True)
         if u + 1 < FORM.TILES or FORM.DK_FIRST:
             dk = warpgroup_mma(ds_left, met[0].index(slot).reshape([FORM.BLOCK, FORM.D]), dk, is_async=True)
         ds_tiles.index(i % FORM.DS_SLOTS * 2 + w).reshape([FORM.BLOCK, 64]).permute((1, 0)).store(ds)
