@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from biasflash import problem as problems
 from biasflash.backends.backend import Gradients
@@ -17,6 +19,7 @@ from biasflash.backends.triton.operands import Launch, Layout, Operands, Slot, d
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.reference import backward as right_backward
 from biasflash.reference import forward as right_forward
+from biasflash.tile.redo import any_of_planes, redo_share
 
 FILL = 7.0
 
@@ -183,3 +186,26 @@ def test_a_raised_flag_redoes_every_sum() -> None:
     ours, right = _run((1, 2, 40, 64), False, extreme=False, raised=True)
     assert _close(ours["dbias"], right["dbias"])
     assert (ours["dk"] == FILL).all()
+
+
+@triton.jit
+def _share(flags_ptr, marks_ptr, found_ptr, planes, span, tiles):
+    first, stride, start, step = redo_share(planes, span, tiles)
+    tl.store(found_ptr + tl.program_id(0), any_of_planes(flags_ptr, first, planes, stride, span).to(tl.float32))
+    for plane in range(first, planes, stride):
+        for tile in range(start, tiles, step):
+            tl.store(marks_ptr + plane * tiles + tile, tl.load(marks_ptr + plane * tiles + tile) + 1.0)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 24])
+@pytest.mark.parametrize(("planes", "span", "tiles"), [(1, 1, 1), (3, 2, 40), (40, 70, 5), (100, 3, 2), (5, 1500, 9)])
+def test_every_tile_has_one_program_that_sees_its_flag(programs: int, planes: int, span: int, tiles: int) -> None:
+    """Also where programs outnumber tiles, and where one program has more flags than it looks at once."""
+    flags, found = torch.zeros(planes, span), torch.zeros(programs)
+    marks = torch.zeros(planes, tiles)
+    _share[(programs,)](flags, marks, found, planes, span, tiles)
+    assert (marks == 1).all()
+    assert not found.any()
+    flags[planes // 2, span - 1] = 1.0
+    _share[(programs,)](flags, marks, found, planes, span, tiles)
+    assert 1 <= found.sum() <= tiles

@@ -8,26 +8,44 @@ through the flags of many planes (heads of batch items) at once, and walks over 
 import triton
 import triton.language as tl
 
+#: flags that a program looks through at once
+AT_ONCE = tl.constexpr(1024)
+
 
 @triton.jit
-def redo_share(planes):
-    """``(first, last, start, step)``: planes of this program, of whose tiles it takes every ``step``-th from ``start``.
+def redo_share(planes, span, tiles):
+    """What this program may have to redo of ``planes`` planes with ``span`` flags and ``tiles`` tiles each.
 
-    As many planes for every program as there are more planes than programs; else several programs share a plane.
+    ``(first, stride, start, step)``: every ``stride``-th plane from ``first`` on, of each the tiles ``start``,
+    ``start + step`` ... Raised flags lie side by side (a padded batch item has them in all heads, a plane in many
+    rows), so neighbours go to different programs, and as many programs share the tiles of a plane as can look through
+    the flags of more planes at once.
     """
     programs = tl.num_programs(0)
-    step = tl.maximum(programs // planes, 1)
-    each = tl.cdiv(planes, programs)
-    first = tl.minimum(tl.program_id(0) // step * each, planes)
-    return first, tl.minimum(first + each, planes), tl.program_id(0) % step, step
+    step = tl.minimum(tl.maximum(programs // tl.maximum(tl.cdiv(planes * span, AT_ONCE), 1), 1), tiles)
+    stride = programs // step
+    first = tl.program_id(0) // step
+    return tl.where(first < stride, first, planes), stride, tl.program_id(0) % step, step
+
+
+@triton.jit
+def any_of_planes(flags, first, planes, stride, span):
+    """Whether one of the float32 flags of every ``stride``-th plane from ``first`` on is above 0."""
+    found = tl.zeros([AT_ONCE], tl.float32)
+    count = tl.cdiv(planes - first, stride) * span
+    for i in range(0, count, AT_ONCE):
+        at = i + tl.arange(0, AT_ONCE)
+        plane = first + at // span * stride
+        found = tl.maximum(found, tl.load(flags + plane * span + at % span, mask=at < count, other=0.0))
+    return tl.max(found, 0) > 0.0
 
 
 @triton.jit
 def any_flag(flags, count):
     """Whether one of ``count`` float32 flags is above 0."""
-    found = tl.zeros([1024], tl.float32)
-    for i in range(0, count, 1024):
-        at = i + tl.arange(0, 1024)
+    found = tl.zeros([AT_ONCE], tl.float32)
+    for i in range(0, count, AT_ONCE):
+        at = i + tl.arange(0, AT_ONCE)
         found = tl.maximum(found, tl.load(flags + at, mask=at < count, other=0.0))
     return tl.max(found, 0) > 0.0
 

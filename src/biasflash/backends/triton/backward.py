@@ -18,7 +18,7 @@ from biasflash.tile.memory import (
     shifted_keys,
     wide,
 )
-from biasflash.tile.redo import any_flag, redo_share, tile_flag
+from biasflash.tile.redo import any_flag, any_of_planes, redo_share, tile_flag
 from biasflash.tile.score import score_grad_tile, score_tile
 from biasflash.tile.softmax import (
     LOG2E,
@@ -207,11 +207,11 @@ def dkdv_kernel(
         N = N // 8 * 8
     tiles = tl.cdiv(N, BLOCK_N)
     if REDO:  # the flags of a group's heads lie side by side
-        first, last, start, step = redo_share(batch * kv_heads)
-        flags = group * rare_tiles
-        if any_flag(rare_ptr + wide(first) * flags, (last - first) * flags):
-            for plane in range(first, last):
-                if any_flag(rare_ptr + wide(plane) * flags, flags):
+        span, planes = group * rare_tiles, batch * kv_heads
+        first, stride, start, step = redo_share(planes, span, tiles)
+        if any_of_planes(rare_ptr, first, planes, stride, span):
+            for plane in range(first, planes, stride):
+                if any_flag(rare_ptr + plane * span, span):
                     for tile in range(start, tiles, step):
                         dkdv_tile(
                             tile, plane // kv_heads, plane % kv_heads, q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr,
@@ -368,10 +368,11 @@ def dq_kernel(
         N = N // 8 * 8
     tiles = tl.cdiv(M, BLOCK_M)
     if REDO:
-        first, last, start, step = redo_share(batch * heads)
-        if any_flag(rare_ptr + wide(first) * rare_tiles, (last - first) * rare_tiles):
-            for plane in range(first, last):
-                flags = rare_ptr + wide(plane) * rare_tiles
+        planes = batch * heads
+        first, stride, start, step = redo_share(planes, rare_tiles, tiles)
+        if any_of_planes(rare_ptr, first, planes, stride, rare_tiles):
+            for plane in range(first, planes, stride):
+                flags = rare_ptr + plane * rare_tiles
                 if any_flag(flags, rare_tiles):
                     for tile in range(start, tiles, step):
                         if tile_flag(flags, rare_tiles, tile * BLOCK_M, RARE_BLOCK, BLOCK_M):

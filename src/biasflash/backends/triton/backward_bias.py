@@ -211,8 +211,8 @@ def dbias_kernel(
     OWNS marks the axes ``(*batch, heads)`` that the bias varies along; ``shared`` is the product of the sizes of the
     others. Terms that are the same for all of those (FIXED) are loaded once. Where the shared pairs are split, each
     program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride`` apart. Grid: one program per tile
-    of queries x keys (fastest), owned (batch item, head) pair, and chunk. REDO: only tiles with extreme
-    rows, or all if one of the ``redo_pitch`` flags in ``redo_ptr`` is raised, by a few programs.
+    of queries x keys (fastest), owned (batch item, head) pair, and chunk. REDO: only tiles with extreme rows, or all if
+    one of the ``redo_pitch`` flags in ``redo_ptr`` is raised, by a few programs (``redo_share``).
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -221,8 +221,8 @@ def dbias_kernel(
     if REDO:
         planes = owners * tl.cdiv(shared, chunk)
         raised = any_flag(redo_ptr, redo_pitch)
-        first, last, start, step = redo_share(planes)
-        for plane in range(first, last):
+        first, stride, start, step = redo_share(planes, chunk * rare_tiles, tiles)
+        for plane in range(first, planes, stride):
             owner, part = plane % owners, plane // owners
             pair, end = part * chunk, tl.minimum(part * chunk + chunk, shared)
             redone = raised

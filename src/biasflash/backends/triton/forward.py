@@ -15,7 +15,7 @@ from biasflash.tile.memory import (
     wide,
 )
 from biasflash.tile.pieces import store_piece
-from biasflash.tile.redo import any_flag, redo_share, tile_flag
+from biasflash.tile.redo import any_flag, any_of_planes, redo_share, tile_flag
 from biasflash.tile.score import score_tile
 from biasflash.tile.softmax import LOG2E, finish, running_step
 from biasflash.tile.span import key_span, place
@@ -169,17 +169,18 @@ def forward_kernel(
     key tiles, pieces slowest; ``out_ptr``, ``lse_ptr`` and ``low_ptr`` are then the scratch that
     ``merge_kernel`` adds up: sums, maxima and denominators, each ``[pieces, rows]``. LISTS: key tiles come from the
     lists of ``list_kernel``, those of the first loop without the masks that are in the lists (``UNLISTED`` marks the
-    other terms, ``FULL_TERMS`` holds them). REDO: only tiles with a flag in ``redo_ptr``, one for every
-    64 rows and ``redo_pitch`` a head, by a few programs (``redo_share``).
+    other terms, ``FULL_TERMS`` holds them). REDO: only tiles with a flag in ``redo_ptr``, one for every 64 rows and
+    ``redo_pitch`` a head, by a few programs (``redo_share``).
     """
     if EVEN_N:
         N = N // 8 * 8  # equal, and tells the compiler that keys come in eights
     tiles = tl.cdiv(M, BLOCK_M)
     if REDO:
-        first, last, start, step = redo_share(batch * heads)
-        if any_flag(redo_ptr + wide(first) * redo_pitch, (last - first) * redo_pitch):
-            for plane in range(first, last):
-                flags = redo_ptr + wide(plane) * redo_pitch
+        planes = batch * heads
+        first, stride, start, step = redo_share(planes, redo_pitch, tiles)
+        if any_of_planes(redo_ptr, first, planes, stride, redo_pitch):
+            for plane in range(first, planes, stride):
+                flags = redo_ptr + plane * redo_pitch
                 if any_flag(flags, redo_pitch):
                     for tile in range(start, tiles, step):
                         if tile_flag(flags, redo_pitch, tile * BLOCK_M, 64, BLOCK_M):

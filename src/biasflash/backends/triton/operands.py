@@ -19,8 +19,8 @@ from biasflash.tile import score
 
 #: a bias plane above this no longer stays in the L2 cache while batch items come by one after the other
 L2_PLANE_BYTES = 16 * 2**20
-#: programs a multiprocessor of a launch that redoes what another kernel left out; 528 start within 1 us on an H200
-REDO_PROGRAMS = 4
+#: programs a multiprocessor of a launch that redoes what another kernel left out: those of 255 registers run at once
+REDO_PROGRAMS = 2
 _APPLY = {"dense": score.add_dense, "keep": score.keep_only}
 _KEY_SIDE = ("k", "v", "dk", "dv")
 
@@ -307,8 +307,8 @@ class Operands:
         p = self.problem
         tile, why = self.tile(rule)
         grid = programs(tile)
-        if own.get("REDO"):  # nearly always nothing to do: few programs, and small ones
-            tile = replace(tile, stages=1)
+        if own.get("REDO"):  # nearly always nothing to do: few programs, in which unpipelined loops spill least
+            tile = replace(config.uncapped(tile), stages=1)
             grid = min(grid, REDO_PROGRAMS * self.device.multiprocessors)
         given: dict[str, Any] = {**self.numbers, **self.constants}
         given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
