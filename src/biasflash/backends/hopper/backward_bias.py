@@ -296,20 +296,21 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
         if count > 0:
             top = bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
             if DEEP % 2 == 1:
-                for i in range(used, used + count):
-                    acc = add_pair_deep(acc, top, i, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
+                for _i in range(count):
+                    acc = add_pair_deep(acc, top, used, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
                                         STAGES, DEEP == 3, S)  # fmt: skip
+                    used += 1
             else:
-                for i in range(used, used + count):
-                    acc = add_pair(acc, top, i, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, STAGES,
-                                   KEY_STAGES, PARTS, DEEP == 2, S)  # fmt: skip
+                for _i in range(count):
+                    acc = add_pair(acc, top, used, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
+                                   STAGES, KEY_STAGES, PARTS, DEEP == 2, S)  # fmt: skip
+                    used += 1
             acc, flag = check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
             raised = gl.maximum(raised, flag)
             for c in gl.static_range(CHUNKS_N):
                 # Only a hidden entry is above the row's maximum; its sum is 0 and must not meet an infinite factor.
                 factor = gl.exp2(gl.minimum(bias_chunk(tile, c, BLOCK_N, S) * LOG2E - top[:, None], 0.0))
                 acc = with_entry(acc, c, acc[c] * factor, CHUNKS_N)
-        used += count
         for c in gl.static_range(CHUNKS_N):
             if SPLIT:
                 col = col0 + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
@@ -353,13 +354,15 @@ def dbias_kernel(
     comes after reads them all.
     """
     PARTS: gl.constexpr = BLOCK_N * CHUNKS_N // k_desc.block_type.shape[3]
-    KEY_STAGES: gl.constexpr = STAGES * PARTS - PARTS // 2
     gl.static_assert(CHUNKS_N % PARTS == 0 and (PARTS == 1 or DEEP % 2 == 0) and ROWS == 1)
-    ring_bytes: gl.constexpr = STAGES * (
-        q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * reference_desc.block_type.nbytes
-    ) + KEY_STAGES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    row_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * delta_desc.block_type.nbytes
+    key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+    bias_bytes: gl.constexpr = 2 * bias_desc.block_type.nbytes
+    LEFT: gl.constexpr = SHARED_MEMORY - 512 - STAGES * row_bytes - bias_bytes  # 512 for barriers and alignment
+    KEY_STAGES: gl.constexpr = STAGES * PARTS if STAGES * PARTS * key_bytes <= LEFT else LEFT // key_bytes
+    gl.static_assert(KEY_STAGES == STAGES or PARTS > 1)
     # A second bias tile where it fits: copies of the next item start while this one is worked on.
-    BIAS_SLOTS: gl.constexpr = 2 if ring_bytes + 4 * bias_desc.block_type.nbytes + 256 <= SHARED_MEMORY else 1
+    BIAS_SLOTS: gl.constexpr = 2 if KEY_STAGES * key_bytes + bias_bytes <= LEFT else 1
     buffers = (
         slots(q_desc, STAGES), slots(dout_desc, STAGES), slots(k_desc, KEY_STAGES), slots(v_desc, KEY_STAGES),
         slots(bias_desc, 2 * BIAS_SLOTS), slots(reference_desc, STAGES), slots(delta_desc, STAGES),
