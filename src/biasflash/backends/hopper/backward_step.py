@@ -145,12 +145,15 @@ def run_round(
     """TILES met tiles for ROWS batch items: score products of the next step run while this step is computed.
 
     AHEAD starts them before this step's arithmetic (more registers), otherwise they start after it, ahead of this
-    step's second products. A met slot is handed back two steps later, when the wait for new scores has covered them;
-    KEEP widens a bias tile once for the ROWS items and hands it back after the first.
+    step's second products. A lone step of dk and dv starts dv before it waits for dP^T: that product needs the weights,
+    so the assembler cannot lower the exponentials behind the wait. A met slot is handed back two steps later, when the
+    wait for new scores has covered them; KEEP widens a bias tile once for the ROWS items and hands it back after the
+    first.
     """
     _, _, met_full, met_empty, bias_full, bias_empty = bars
     U: gl.constexpr = ROWS * TILES
     SECOND: gl.constexpr = 2 if KEYS else 1  # second products of a step
+    ALONE: gl.constexpr = KEYS and U == 1
     s, dp = score_products(own, met, met_full, own_at, met_use, D, DV, BLOCK, STAGES, S)
     before = ()  # left operands of second products in flight: those of the step before the last, and of the last
     last = ()
@@ -158,10 +161,14 @@ def run_round(
         if AHEAD and u + 1 < U:
             next_at = own_at + (u + 1) % ROWS * 2
             s_next, dp_next = score_products(own, met, met_full, next_at, met_use + u + 1, D, DV, BLOCK, STAGES, S)
-        scores = (s, dp)
-        scores = warpgroup_mma_wait((SECOND if u > 0 else 0) + (2 if AHEAD and u + 1 < U else 0), deps=scores + before)
-        s = scores[0]
-        dp = scores[1]
+        if ALONE:
+            s = warpgroup_mma_wait(1, deps=(s,))
+        else:
+            deps = (s, dp)
+            deps = deps + before
+            scores = warpgroup_mma_wait((SECOND if u > 0 else 0) + (2 if AHEAD and u + 1 < U else 0), deps=deps)
+            s = scores[0]
+            dp = scores[1]
         if u > 1:
             hand_back(met_empty, met_use + u - 2, STAGES)
         slot = (met_use + u) % STAGES
@@ -181,10 +188,8 @@ def run_round(
             unit = scale * LOG2E
         if KEYS:
             reference = rows[0].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
-            delta = rows[1].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
         else:
             reference = references[u % ROWS][:, None]
-            delta = deltas[u % ROWS][:, None]
         y = s * unit - reference
         if MASKED:
             row = own_row + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
@@ -199,17 +204,26 @@ def run_round(
                     seen = seen & (column[None, :] <= (row + shift)[:, None])
                 y = gl.where(seen, y, float("-inf"))
         p = gl.exp2(y)
-        ds = (p * (dp - delta)).to(own[0].dtype)
-        operand = gl.convert_layout(ds, P_1)
         if KEYS:
             p_operand = gl.convert_layout(p.to(own[0].dtype), P_2)
+        if ALONE:
+            x = warpgroup_mma(p_operand, met[1].index(slot).reshape([BLOCK, DV]), x_2[0], is_async=True)
+            x_2 = (x,)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+        if KEYS:
+            delta = rows[1].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
+        else:
+            delta = deltas[u % ROWS][:, None]
+        ds = (p * (dp - delta)).to(own[0].dtype)
+        operand = gl.convert_layout(ds, P_1)
         if not AHEAD and u + 1 < U:
             next_at = own_at + (u + 1) % ROWS * 2
             s_next, dp_next = score_products(own, met, met_full, next_at, met_use + u + 1, D, DV, BLOCK, STAGES, S)
         before = last
         if KEYS:
-            x = warpgroup_mma(p_operand, met[1].index(slot).reshape([BLOCK, DV]), x_2[u % ROWS], is_async=True)
-            x_2 = replaced(x_2, u % ROWS, x)
+            if not ALONE:
+                x = warpgroup_mma(p_operand, met[1].index(slot).reshape([BLOCK, DV]), x_2[u % ROWS], is_async=True)
+                x_2 = replaced(x_2, u % ROWS, x)
             last = (operand, p_operand)
         else:
             last = (operand,)
