@@ -126,7 +126,10 @@ FULL, SHARED = ("bHMN",), ("1HMN",)
 ASKED = [
     Asked("causal d32", problem(D=32, causal=True), ("forward",)),
     Asked("shared bias d32", problem(D=32, biases=SHARED), ("shared_forward", "dkdv", "dq", "dbias")),
-    Asked("plain d64", problem(), ("forward", "dkdv", "dq")),
+    Asked("shared bias d32, 512 keys", problem(M=512, D=32, biases=SHARED), ("dq_dbias",)),
+    Asked("plain d64", problem(), ("forward", "dqkv")),
+    Asked("causal d64", problem(causal=True), ("dkdv", "dq")),
+    Asked("plain d128", problem(D=128), ("dqkv",)),
     Asked("full bias d64", problem(biases=FULL), ("forward", "dkdv")),
     Asked("shared bias d64", problem(biases=SHARED), ("shared_forward", "dq", "dbias")),
     Asked("two batch axes, bias of one d48", problem(batch=(2, 3), D=48, biases=("1bHMN",)), ("dkdv",)),
@@ -157,9 +160,23 @@ def compiled_cases() -> Iterator[object]:
                     yield pytest.param(launched, tensors, id=f"{name}: {asked.name}")
 
 
+#: spill instructions of a main loop, where that build beat every one without
+SPILLS = {
+    ("dq_dbias_kernel", 8): 12,  # 512 x 4 heads of 512: 0.483 ms, without spills 0.524
+    ("dqkv_kernel", 1): 6,  # 2 x 16 heads of 4k, D 128: 1.44 ms, two kernels without take 1.47
+}
+
+
+def spills_allowed(launched: DescriptorLaunch) -> int:
+    has = launched.arguments
+    return SPILLS.get((launched.kernel.__name__, has.get("CHUNKS_N", has.get("TILES"))), 0)
+
+
 def least_covered(launched: DescriptorLaunch) -> float:
     """The share of a round's exponentials that a warpgroup must run under its own products, by the kernel's build."""
     has = launched.arguments
+    if launched.kernel.__name__ in ("dqkv_kernel", "dq_dbias_kernel"):
+        return 0.0  # in the order of products that they need, the other warpgroup fills the gap
     if launched.kernel.__name__ == "forward_kernel":
         return 0.95
     if launched.kernel.__name__ == "dbias_kernel":
@@ -174,12 +191,13 @@ def complaints(launched: DescriptorLaunch, compiled: Compiled) -> list[str]:
         found.append(f"{compiled.shared} bytes of shared memory, the GPU has {H200.shared_memory}")
     if compiled.resources["STACK"] > STACK:
         found.append(f"{compiled.resources['STACK']} bytes of stack a thread, at most {STACK}")
-    if re.search(r"\b(HMMA|RED|ATOMG?|UTMAREDG)\b", compiled.sass):
+    unordered = "HMMA|RED|ATOMG?" if launched.kernel.__name__ == "dqkv_kernel" else "HMMA|RED|ATOMG?|UTMAREDG"
+    if re.search(rf"\b({unordered})\b", compiled.sass):  # dqkv adds by turns
         found.append("products that are not asynchronous, or sums in no fixed order")
     loops = product_loops(compiled.sass)
     if len(loops) < 2:
         found.append(f"{len(loops)} loops of HGMMA; every warpgroup has one")
-    found += [str(loop) for loop in loops if loop.spills]
+    found += [str(loop) for loop in loops if loop.spills > spills_allowed(launched)]
     least = least_covered(launched)
     found += [f"{loop}, {least:.2f} of them expected" for loop in loops if loop.covered < least * loop.exponentials]
     found += [f"reads shared memory it does not have: {d}" for d in astray(compiled)]
@@ -210,7 +228,7 @@ def test_a_kernel_fits_and_its_exponentials_run_under_products(
 def test_every_kernel_is_compiled() -> None:
     reached = [p.values[0] for p in compiled_cases()]  # type: ignore[attr-defined]
     assert {x.kernel.__name__ for x in reached} == {
-        f"{name}_kernel" for name in ("forward", "shared_forward", "dkdv", "dq", "dbias")
+        f"{name}_kernel" for name in ("forward", "shared_forward", "dkdv", "dq", "dbias", "dq_dbias", "dqkv")
     }
     assert len({identity(x) for x in reached}) == len(reached) == sum(len(a.kernels) for a in ASKED)
 
@@ -317,15 +335,22 @@ def test_other_gpus_go_past_it(capability: tuple[int, int], monkeypatch: pytest.
     assert backend.objections(problem()) == (f"compute capability {capability[0]}.{capability[1]}; it takes 9.0",)
 
 
-@pytest.mark.parametrize(
-    ("missing", "words"),
-    [("triton", "Triton is not installed"), ("triton.experimental.gluon", "this Triton has no Gluon for Hopper")],
-)
-def test_a_machine_without_gluon_is_told_so(missing: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith(missing) else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
     (reason,) = backend.objections(problem())
-    assert reason.startswith(words)
+    assert reason.startswith("Triton is not installed")
+
+
+def test_a_triton_whose_gluon_has_other_names_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise AttributeError("module 'tma' has no attribute 'async_load'")
+
+    backend._missing.cache_clear()
+    monkeypatch.setattr(backend.importlib, "import_module", broken)
+    (reason,) = backend.objections(problem())
+    backend._missing.cache_clear()
+    assert reason.startswith("this Triton's Gluon cannot be used (module 'tma'")
 
 
 def layouts(p: Problem, **other: Layout) -> tuple[dict[str, Layout], list[Layout]]:
@@ -376,11 +401,25 @@ def test_batch_axes_that_do_not_merge_into_two_run_portable() -> None:
 # --------------------------------------------------------------------------------------------------------------- plans
 
 
-def test_a_plain_call_runs_three_kernels_beside_delta() -> None:
+def test_a_plain_call_has_one_pass_back_and_a_causal_one_two() -> None:
     recipes, told = planned(problem())
     assert told == {"forward": [], "backward": []}
     assert names(recipes["forward"]) == ["FORWARD"]
-    assert names(recipes["backward"]) == ["delta", "DKDV", "DQ"]
+    assert names(recipes["backward"]) == ["delta", "DQKV", "convert"]
+    turns = dict(recipes["backward"].zeroed)["turns"]
+    assert turns == 16 * 8 * 1024 // 128, "a turn for every head and round of queries"
+    assert names(planned(problem(causal=True))[0]["backward"]) == ["delta", "DKDV", "DQ"]
+    recipes, told = planned(problem(trained=(True, False, True)))
+    assert told["backward"] == ["dk or dv is not wanted; its kernel computes both"]
+    assert names(recipes["backward"]) == ["dq", "dkdv"]
+
+
+def test_dq_and_a_shared_bias_go_together_where_all_keys_fit() -> None:
+    found = names(planned(problem(M=512, D=32, biases=SHARED))[0]["backward"])
+    assert "DQ_DBIAS" in found
+    assert not {"DQ", "DBIAS"} & set(found)
+    for other in (problem(M=520, D=32, biases=SHARED), problem(M=512, D=32, biases=SHARED, causal=True)):
+        assert {"DQ", "DBIAS"} <= set(names(planned(other)[0]["backward"]))
 
 
 def test_a_full_bias_is_stored_by_dkdv_and_read_back_for_dq() -> None:
@@ -438,7 +477,10 @@ def test_every_tile_of_the_tables_can_be_chosen() -> None:
     widths, flags = range(1, 257), (False, True)
     forward = {config.forward_tile(w, *x) for w in widths for x in product(flags, repeat=2)}
     assert forward - {None} == set(config.FORWARD)
-    assert {config.shared_tile(w) for w in widths} - {None} == set(config.SHARED)
+    assert {config.shared_tile(w, x) for w in widths for x in flags} - {None} == set(config.SHARED)
+    assert {config.pair_tile(w, n) for w in widths for n in range(64, 1025, 64)} - {None} == set(config.PAIR)
+    asked = product(widths, (512, 4096), (100, 1000), flags, flags, flags)
+    assert {config.single_tile(*x) for x in asked} - {None} == set(config.SINGLE)
     assert {config.owner_tile(w) for w in widths} - {None} == set(config.OWNER)
     backward = {
         config.backward_tile(kernel, w, *x)
@@ -482,7 +524,10 @@ def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(
 ) -> None:
     """The portable function runs twice: with this backend's recipe, which fails, then with its own."""
 
+    tried = []
+
     def warmup(*args: object, **options: object) -> None:
+        tried.append(True)
         raise RuntimeError("an operation that this compiler does not know")
 
     broken = DescriptorLaunch(
@@ -495,17 +540,16 @@ def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(
         return real(*given) if len(given) > 5 else answer
 
     monkeypatch.setattr(launch.portable, "run_forward", run_forward)
-    launch._warn.cache_clear()
+    monkeypatch.setattr(launch, "_broken", set())
     on_cpu = replace(problem(), device=torch.device("cpu"))
     q = torch.zeros(16, 1024, 8, 64, dtype=BF16)
     with caplog.at_level(logging.WARNING, logger="biasflash"):
         assert launch.run_forward(on_cpu, q, q, q, ()) is answer
         assert launch.run_forward(on_cpu, q, q, q, ()) is answer
+    assert tried == [True], "a kernel that did not compile was compiled again"
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said == (
-        "hopper: a kernel did not compile, portable kernels serve the call: "
-        "forward_kernel: RuntimeError: an operation that this compiler does not know"
-    )
+    assert said.startswith("hopper: a kernel did not compile, portable kernels run every forward pass of *B=(16,) ")
+    assert said.endswith("forward_kernel: RuntimeError: an operation that this compiler does not know")
 
 
 def test_what_the_compiler_raises_becomes_one_kind_of_error() -> None:

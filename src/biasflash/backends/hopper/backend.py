@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +24,16 @@ PROMISES = Promises(
 )
 
 
+@cache
+def _missing() -> str:
+    """What of Gluon this Triton lacks, if anything."""
+    try:
+        importlib.import_module("biasflash.backends.hopper.gluon")
+    except (ImportError, AttributeError) as error:
+        return f"this Triton's Gluon cannot be used ({error}); it takes Triton 3.6 and later"
+    return ""
+
+
 def objections(problem: Problem) -> tuple[str, ...]:
     if importlib.util.find_spec("triton") is None:
         return ("Triton is not installed; pip install 'biasflash[gpu]'",)
@@ -33,8 +45,9 @@ def objections(problem: Problem) -> tuple[str, ...]:
         major, minor = torch.cuda.get_device_capability(problem.device)
         if (major, minor) != (9, 0):
             return (f"compute capability {major}.{minor}; it takes 9.0",)
-    if importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is None:
-        return ("this Triton has no Gluon for Hopper; it takes Triton 3.6 and later",)
+    missing = _missing()
+    if missing:
+        return (missing,)
     from biasflash.backends.hopper import objections as reasons
 
     return tuple(reasons.to_problem(problem))

@@ -17,7 +17,7 @@ from biasflash.backends.hopper import (
     config,
     objections,
 )
-from biasflash.backends.hopper.operands import Box, Boxed, DescriptorLaunch, batch_of, boxed, programs, statistics, sums
+from biasflash.backends.hopper.operands import Box, Boxed, DescriptorLaunch, batch_of, boxed, statistics, sums
 from biasflash.backends.triton.backward_plan import BackwardPlan, Share
 from biasflash.backends.triton.operands import Device, Launch, Layout, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -95,7 +95,8 @@ class HopperBackward(BackwardPlan):
         if not all(self.want.values()):
             return None
         lines = p.batch_size * p.Hkv
-        return config.single_tile(max(p.D, p.Dv), p.N, lines, self.ops.has_dense, bool(self.stored))
+        is_causal = p.causal_shift is not None
+        return config.single_tile(max(p.D, p.Dv), p.N, lines, self.ops.has_dense, bool(self.stored), is_causal)
 
     @cached_property
     def _pair(self) -> config.PairTile | None:
@@ -137,7 +138,7 @@ class HopperBackward(BackwardPlan):
     def _record(self, kernel: Any, given: dict[str, Any], what: object, why: str) -> DescriptorLaunch:
         return DescriptorLaunch(
             kernel=kernel,
-            grid=programs(self.ops, given["items"]),
+            grid=min(given["items"], self.ops.device.multiprocessors),
             arguments={name: given[name] for name in kernel.arg_names},
             warps=4,
             stages=1,
@@ -252,12 +253,13 @@ class HopperBackward(BackwardPlan):
         assert tile is not None
         part = self._share(i, 128, tile.columns, self._balance)
         items = triton.cdiv(p.M, 128) * triton.cdiv(p.N, tile.columns) * part.owners * part.chunks
-        self.scratch[f"overflow{i}"] = 2 * items
-        given = self._owner_arguments(i, part, items, 128, tile.columns, tile.columns)
+        given = self._owner_arguments(i, part, items, 128, tile.columns // tile.parts, tile.columns)
         given |= {"BLOCK_N": tile.block_n, "CHUNKS_N": tile.chunks_n, "STAGES": tile.stages, "DEEP": tile.deep}
         given |= {"flag_ptr": Slot(f"overflow{i}"), "ROWS": 1}
-        yield self._record(backward_bias.dbias_kernel, given, tile, tile.why)
-        again = self._owner(i, part, REDO=True, redo_ptr=Slot(f"overflow{i}"), redo_pitch=2 * items)
+        launch = self._record(backward_bias.dbias_kernel, given, tile, tile.why)
+        flags = self.scratch[f"overflow{i}"] = 2 * launch.grid
+        yield launch
+        again = self._owner(i, part, REDO=True, redo_ptr=Slot(f"overflow{i}"), redo_pitch=flags)
         again.why = "only where rows are extreme or a sum overflowed"
         yield again
         yield from self._total(i, part)

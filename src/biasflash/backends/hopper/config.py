@@ -44,6 +44,7 @@ class SharedTile:
     kv_stages: int
     bias_stages: int
     ahead: bool
+    fixed: bool  # rows keep the reference of their first keys; bfloat16 only
     why: str
 
     block_m: int = 128
@@ -83,8 +84,9 @@ class OwnerTile:
     block_n: int
     chunks_n: int
     stages: int
-    deep: bool
+    deep: int  # what runs under what, see ``dbias_kernel``
     why: str
+    parts: int = 1  # copies that bring the keys of a tile
 
     @property
     def columns(self) -> int:
@@ -114,6 +116,7 @@ class SingleTile:
     dk_first: bool
     why: str
     stores: bool = False
+    is_causal: bool | None = None  # only for these; None: for all
 
     def __str__(self) -> str:
         rounds = "all keys of a head" if self.resident else "128 keys in turns"
@@ -157,6 +160,50 @@ def _forward(
     )
 
 
+def _shared(
+    width: int, rows: int, block_n: int, kv: int, bias: int, ahead: bool, why: str, fixed: bool = False
+) -> SharedTile:
+    return SharedTile(
+        width=width,
+        rows=rows,
+        block_n=block_n,
+        q_buffers=2,
+        kv_stages=kv,
+        bias_stages=bias,
+        ahead=ahead,
+        fixed=fixed,
+        why=why,
+    )
+
+
+def _single(
+    width: int, counts: tuple[int, ...], why: str, fused: bool = False, is_causal: bool | None = None
+) -> SingleTile:
+    """Without a bias, in turns. ``counts``: tiles, buffers of what stays, stages, of a bias, slots of ds and of dq."""
+    tiles, a_buffers, stages, bias_stages, ds_slots, dq_slots = counts
+    return SingleTile(
+        width=width,
+        has_bias=False,
+        resident=False,
+        tiles=tiles,
+        a_buffers=a_buffers,
+        stages=stages,
+        bias_stages=bias_stages,
+        ds_slots=ds_slots,
+        dq_slots=dq_slots,
+        in_registers=fused,
+        dk_first=fused,
+        is_causal=is_causal,
+        why=why,
+    )
+
+
+def _pair(width: int, chunks_n: int, box: int, stages: int, rows: int, left: bool, why: str) -> PairTile:
+    return PairTile(
+        width=width, block_n=32, chunks_n=chunks_n, box=box, stages=stages, rows=rows, left=left, pin=False, why=why
+    )
+
+
 def _backward(
     kernel: str,
     width: int,
@@ -192,30 +239,20 @@ PRODUCER_REGISTERS = {2: 24, 3: 32}
 
 FORWARD: tuple[ForwardTile, ...] = (
     _forward(32, False, 3, 128, 4, 1, "three warpgroups take turns"),
-    _forward(32, True, 3, 128, 3, 2, "three warpgroups take turns"),
-    _forward(64, False, 2, 128, 3, 1, "three warpgroups spill where masked", is_causal=True),
-    _forward(64, True, 2, 128, 3, 2, "three warpgroups spill where masked", is_causal=True),
-    _forward(64, False, 3, 128, 3, 1, "three warpgroups take turns"),
-    _forward(64, True, 3, 128, 2, 2, "three warpgroups take turns"),
-    _forward(128, False, 2, 128, 2, 1, "164 KB, no spills"),
-    _forward(128, True, 2, 128, 2, 2, "230 KB, no spills"),
-    _forward(256, False, 2, 64, 2, 1, "197 KB, no spills"),
+    _forward(32, True, 2, 128, 4, 2, "three warpgroups spill"),
+    _forward(64, False, 2, 128, 3, 1, "4 x 32 heads of 4k: 0.633 ms; three warpgroups spill", is_causal=True),
+    _forward(64, False, 3, 128, 3, 1, "4 x 32 heads of 4k: 1.11 ms, two warpgroups take 1.27"),
+    _forward(64, True, 2, 128, 2, 3, "full bias 2k: 0.221 ms, three warpgroups take 0.237"),
+    _forward(128, False, 2, 128, 2, 1, "2 x 16 heads of 4k: 0.399 ms", out_apart=True),
+    _forward(128, True, 2, 128, 2, 2, "full bias 4k: 0.262 ms"),
+    _forward(256, False, 2, 64, 2, 1, "2 x 16 heads of 4k, D 256: 0.761 ms, pinned 0.793", pinned=False),
     _forward(256, True, 2, 64, 2, 2, "230 KB"),
 )
 SHARED: tuple[SharedTile, ...] = (
-    SharedTile(
-        width=32, rows=2, block_n=128, q_buffers=2, kv_stages=5, bias_stages=2, ahead=False, why="fewest instructions"
-    ),
-    SharedTile(
-        width=64,
-        rows=2,
-        block_n=64,
-        q_buffers=2,
-        kv_stages=5,
-        bias_stages=3,
-        ahead=True,
-        why="768 x 4 heads of 768: 1.43 ms, tiles of 128 keys take 1.64",
-    ),
+    _shared(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.339 ms, with a running maximum 0.383", fixed=True),
+    _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.22 ms, with a running maximum 1.43", fixed=True),
+    _shared(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.383 ms, 4 items x 64 keys take 0.479"),
+    _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.43 ms, tiles of 128 keys take 1.64"),
 )
 BACKWARD: tuple[BackwardTile, ...] = (
     # ------------------------------------------------------------------------------------------------------- dq
@@ -233,35 +270,72 @@ BACKWARD: tuple[BackwardTile, ...] = (
     _backward("dkdv", 32, False, 64, (1, 2, 2, 6, 1), True, False, "210 registers, no spills"),
     _backward("dkdv", 64, True, 64, (1, 2, 2, 5, 3), True, False, "200 KB", stores=False),
     _backward("dkdv", 64, True, 64, (1, 2, 1, 4, 3), True, False, "183 KB with room for score gradients"),
-    _backward("dkdv", 64, False, 64, (1, 2, 2, 5, 1), True, False, "150 KB"),
+    _backward("dkdv", 64, False, 64, (1, 2, 2, 5, 1), True, False, "4 x 32 heads of 4k, causal: 1.02 ms"),
     _backward("dkdv", 128, True, 64, (1, 1, 1, 2, 2), False, False, "198 KB with room for score gradients"),
     _backward("dkdv", 128, False, 64, (1, 1, 1, 4, 1), False, False, "199 KB"),
 )
 OWNER: tuple[OwnerTile, ...] = (
-    OwnerTile(width=32, block_n=32, chunks_n=8, stages=3, deep=True, why="reads q and dout once for 256 keys"),
-    OwnerTile(width=64, block_n=128, chunks_n=1, stages=2, deep=False, why="no spills in 166 KB"),
-    OwnerTile(width=128, block_n=64, chunks_n=1, stages=2, deep=False, why="two stages in 216 KB"),
+    OwnerTile(width=32, block_n=32, chunks_n=8, stages=3, deep=1, why="512 x 4 heads of 512: 0.245 ms"),
+    OwnerTile(
+        width=64,
+        block_n=128,
+        chunks_n=1,
+        stages=2,
+        deep=2,
+        why="16 x 12 heads of 1k: 0.137 ms",
+    ),
+    OwnerTile(
+        width=128,
+        block_n=64,
+        chunks_n=2,
+        stages=2,
+        deep=0,
+        parts=2,
+        why="4 x 8 heads of 2k: 0.181 ms",
+    ),
 )
 PAIR: tuple[PairTile, ...] = (
-    PairTile(
-        width=32, block_n=32, chunks_n=4, box=128, stages=4, rows=1, left=True, pin=False, why="no spills, 216 KB"
-    ),
-    PairTile(width=32, block_n=32, chunks_n=6, box=64, stages=2, rows=2, left=False, pin=False, why="no spills"),
-    PairTile(width=32, block_n=32, chunks_n=8, box=256, stages=2, rows=2, left=False, pin=False, why="no spills"),
+    _pair(32, 4, 128, 4, 1, True, "no spills, 216 KB"),
+    _pair(32, 6, 64, 2, 2, True, "no spills"),
+    _pair(32, 8, 256, 2, 1, True, "512 x 4 heads of 512: 0.483 ms, two kernels take 0.594"),
 )
 #: in one pass where a program takes all keys of a head: its float32 dq stays in the L2 cache
 MOST_RESIDENT_KEYS = 1024
+#: up to here dq goes with a shared bias's gradient instead (``PAIR``)
+LEAST_RESIDENT_KEYS = 512
 #: heads below which programs of whole heads leave too many of an H200's 132 multiprocessors idle in the last round
 LEAST_LINES = 512
-SINGLE: tuple[SingleTile, ...] = ()
+#: with a wider bias two kernels win: 16 x 12 heads of 1k: 0.396 ms, one pass 0.398; 768 x 4 heads of 768: 3.31, 3.46
+SINGLE: tuple[SingleTile, ...] = (
+    _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 2.85 ms, two kernels 3.35; causal 1.60, 1.76", fused=True),
+    _single(128, (1, 1, 2, 1, 2, 2), "2 x 16 heads of 4k: 1.30 ms, two kernels take 1.40", is_causal=False),
+    _single(128, (1, 1, 2, 1, 2, 4), "1 x 16 heads of 16k: 4.93 ms, two kernels take 4.99", is_causal=True),
+    SingleTile(
+        width=32,
+        has_bias=True,
+        resident=True,
+        tiles=2,
+        a_buffers=2,
+        stages=6,
+        bias_stages=2,
+        ds_slots=4,
+        dq_slots=4,
+        in_registers=True,
+        dk_first=True,
+        is_causal=False,
+        why="256 x 4 heads of 1k: 1.38 ms, two kernels take 1.41",
+    ),
+)
 
 
-def single_tile(width: int, keys: int, lines: int, has_bias: bool, stores: bool) -> SingleTile | None:
+def single_tile(width: int, keys: int, lines: int, has_bias: bool, stores: bool, is_causal: bool) -> SingleTile | None:
     """``lines``: batch items times key heads; ``stores``: score gradients are stored."""
     for tile in SINGLE:
         if width > tile.width or has_bias != tile.has_bias or stores != tile.stores:
             continue
-        if not tile.resident or (keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES):
+        if tile.is_causal not in (None, is_causal):
+            continue
+        if not tile.resident or (LEAST_RESIDENT_KEYS < keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES):
             return tile
     return None
 
@@ -282,8 +356,9 @@ def forward_tile(width: int, has_bias: bool, is_causal: bool) -> ForwardTile | N
     return None
 
 
-def shared_tile(width: int) -> SharedTile | None:
-    return next((tile for tile in SHARED if width <= tile.width), None)
+def shared_tile(width: int, may_fix: bool) -> SharedTile | None:
+    """``may_fix``: weights have the exponents of float32, so that rows need not follow their maximum."""
+    return next((tile for tile in SHARED if width <= tile.width and (may_fix or not tile.fixed)), None)
 
 
 def backward_tile(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import triton
 
 from biasflash.backends.hopper import config, forward, forward_shared, objections
-from biasflash.backends.hopper.operands import DescriptorLaunch, batch_of, boxed, programs
+from biasflash.backends.hopper.operands import DescriptorLaunch, batch_of, boxed
 from biasflash.backends.triton import forward_plan as portable
 from biasflash.backends.triton.operands import Device, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -18,7 +19,10 @@ from biasflash.problem import Problem
 def forward_recipe(
     problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]
 ) -> tuple[Recipe, list[str]]:
-    """One kernel; also the objections, if there are any: the recipe is then the portable one."""
+    """One kernel, and where rows keep a reference the portable one for those that outgrew it.
+
+    Also the objections, if there are any: the recipe is then the portable one.
+    """
     ops = Operands(problem, device, rows, terms)
     found = objections.to_layout(ops)
     tile = None if found else _tile(ops)
@@ -28,14 +32,19 @@ def forward_recipe(
     split = portable.choose_split(problem, ops.tile("forward")[0], device.multiprocessors, portable.RULE)
     if split is not None:
         return portable.forward_recipe(problem, device, rows, terms), [split.why]
-    return Recipe(launches=(_launch(ops, tile),)), []
+    launch = _launch(ops, tile)
+    if not (isinstance(tile, config.SharedTile) and tile.fixed):
+        return Recipe(launches=(launch,)), []
+    flags = 2 * triton.cdiv(problem.M, tile.block_m)
+    scratch = (("redo", problem.batch_size * problem.Hq * flags),)
+    return Recipe(launches=(launch, portable.redo(ops, flags)), scratch=scratch), []
 
 
 def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     p = ops.problem
     width = max(p.D, p.Dv)
     if ops.has_dense and p.Dv == p.D:
-        shared = config.shared_tile(width)
+        shared = config.shared_tile(width, p.dtype == torch.bfloat16)
         view = ops.term_views[0]
         alone = len(ops.sizes) == 1 and not any(view.strides[:-3])  # one batch axis, which the bias does not have
         if shared is not None and alone and p.batch_size % shared.rows == 0 and p.Hq == p.Hkv:
@@ -77,6 +86,7 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         kernel = forward_shared.shared_forward_kernel
         groups = 2
         given |= {"ROWS": tile.rows, "TILES": 1, "Q_BUFFERS": tile.q_buffers, "AHEAD": tile.ahead}
+        given |= {"FIXED": tile.fixed, "flag_ptr": Slot("redo" if tile.fixed else "lse")}
     else:
         kernel = forward.forward_kernel
         groups = tile.warpgroups
@@ -88,7 +98,7 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
     }
     return DescriptorLaunch(
         kernel=kernel,
-        grid=programs(ops, items, is_own_order=isinstance(tile, config.SharedTile)),
+        grid=min(items, ops.device.multiprocessors),  # persistent: each takes items in strides
         arguments={name: given[name] for name in kernel.arg_names},
         warps=4,
         stages=1,

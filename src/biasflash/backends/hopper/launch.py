@@ -42,19 +42,24 @@ def _backward(problem: Problem, precision: str, facts: portable.Facts) -> Recipe
     return recipe
 
 
-@lru_cache(maxsize=64)
-def _warn(message: str) -> None:
-    log.warning("hopper: a kernel did not compile, portable kernels serve the call: %s", message)
+#: passes that a kernel did not compile for
+_broken: set[tuple[str, Problem]] = set()
+
+
+def _break(stage: str, problem: Problem, error: BuildError) -> None:
+    _broken.add((stage, problem))
+    log.warning("hopper: a kernel did not compile, portable kernels run every %s of %s: %s", stage, problem, error)
 
 
 def run_forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the portable function of this name."""
-    try:
-        return portable.run_forward(problem, q, k, v, terms, _forward)
-    except BuildError as error:
-        _warn(str(error))
+    if not _broken or ("forward pass", problem) not in _broken:
+        try:
+            return portable.run_forward(problem, q, k, v, terms, _forward)
+        except BuildError as error:
+            _break("forward pass", problem, error)
     return portable.run_forward(problem, q, k, v, terms)
 
 
@@ -73,10 +78,11 @@ def run_backward(
 ) -> None:
     """As the portable function of this name."""
     given = problem, gradients, dout, dlse, q, k, v, terms, out, lse, lse_low
-    try:
-        return portable.run_backward(*given, _backward)
-    except BuildError as error:
-        _warn(str(error))
+    if not _broken or ("backward pass", problem) not in _broken:
+        try:
+            return portable.run_backward(*given, _backward)
+        except BuildError as error:
+            _break("backward pass", problem, error)
     return portable.run_backward(*given)
 
 

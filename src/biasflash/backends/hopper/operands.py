@@ -19,7 +19,7 @@ MOST_BATCH_AXES = 2
 
 
 class BuildError(RuntimeError):
-    """A kernel of this package did not compile; nothing has been launched."""
+    """A kernel of this package did not compile; portable kernels write everything anew."""
 
 
 class _Located:
@@ -78,17 +78,6 @@ def batch_of(ops: Operands) -> tuple[int, int]:
     """Sizes of the two batch axes that descriptors have."""
     sizes = ops.sizes
     return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
-
-
-def programs(ops: Operands, items: int, *, is_own_order: bool = False) -> int:
-    """Programs of a kernel of ``items``: one a multiprocessor, which takes items in strides.
-
-    Causal items differ in length: there every item is a program, and the hardware hands the next one to whoever is free
-    (``is_own_order``: the kernel evens lengths out by itself).
-    """
-    if ops.problem.causal_shift is not None and not is_own_order:
-        return items
-    return min(items, ops.device.multiprocessors)
 
 
 def boxed(ops: Operands, name: str, rows: int, columns: int) -> Boxed:
