@@ -198,6 +198,79 @@ def test_ratios_to_other_runs_are_those_of_the_summary(published: summary.Publis
     assert compared == 19
 
 
+def _section(page: str, heading: str) -> str:
+    return page.partition(f"{heading}\n")[2].partition("\n## ")[0]
+
+
+def _rows(section: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+
+
+@pytest.fixture(scope="module")
+def hopper_rows() -> dict[str, list[list[float | None]]]:
+    """Of every workload: the sums, then milliseconds and ratios of portable kernels, best peer and tokamax."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    rows = _rows(_section(page, "## The Hopper kernels, one by one"))
+    return {name.strip("`"): [_parted(cell) for cell in cells] for name, *cells in rows if len(cells) == 7}
+
+
+def test_ratios_of_hopper_kernels_are_those_of_their_milliseconds(
+    hopper_rows: dict[str, list[list[float | None]]],
+) -> None:
+    compared = 0
+    for name, (own, *others) in hopper_rows.items():
+        assert name in WORKLOADS
+        for theirs, told in zip(others[::2], others[1::2], strict=True):
+            ratios = [ms and ours and round(ms / ours, 2) for ms, ours in zip(theirs, own, strict=True)]
+            assert told == ratios, name
+            compared += sum(ratio is not None for ratio in ratios)
+    assert compared == 62
+
+
+def test_sums_of_hopper_kernels_are_those_of_their_parts(hopper_rows: dict[str, list[list[float | None]]]) -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    parts = {
+        name: cells for name, *cells in _rows(_section(page, "## The Hopper kernels, one by one")) if len(cells) == 2
+    }
+    assert {name.strip("`") for name in parts} == {name for name, (own, *_) in hopper_rows.items() if own[1]}
+    for name, (forward, backward) in parts.items():
+        total = float(forward) + sum(map(float, re.findall(r"\d+\.\d+", backward)))
+        assert [float(forward), round(total, 3)] == hopper_rows[name.strip("`")][0], name
+
+
+def test_tokamax_has_the_same_milliseconds_in_both_sections(hopper_rows: dict[str, list[list[float | None]]]) -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    known = {name.strip("`"): _parted(ms) for name, ms, _ in _rows(_section(page, "### From other runs"))}
+    assert {name: row[5] for name, row in hopper_rows.items() if row[5][0]} == {
+        name: ms for name, ms in known.items() if name in hopper_rows
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "column", "mode", "low", "high"),
+    [
+        (("bias", "t5", "pair"), 4, 0, 1.03, 1.66),
+        (("bias", "t5", "pair"), 4, 1, 1.31, 2.51),
+        (("plain", "causal"), 4, 0, 1.05, 1.28),
+        (("plain", "causal"), 4, 1, 1.04, 1.12),
+        (("mla",), 4, 0, 0.86, 0.86),
+        (("",), 2, 0, 1.11, 1.47),
+        (("",), 2, 1, 1.20, 1.60),
+    ],
+)
+def test_ranges_of_hopper_kernels_told_in_words(
+    group: tuple[str, ...],
+    column: int,
+    mode: int,
+    low: float,
+    high: float,
+    hopper_rows: dict[str, list[list[float | None]]],
+) -> None:
+    ratios = [row[column][mode] for name, row in hopper_rows.items() if name.startswith(group)]
+    gains = [ratio for ratio in ratios if ratio]
+    assert (min(gains), max(gains)) == (low, high)
+
+
 def test_without_a_bias_or_mask_the_best_peer_is_cudnn(published: summary.Published) -> None:
     plain = [name for name, case in WORKLOADS.items() if not case.biases and not case.masks]
     best = {best_peer(published.cases[name], mode) for name in plain for mode in ("fwd", "fwdbwd")}
