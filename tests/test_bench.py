@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
+import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -16,7 +19,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from biasflash.cli import bench, charts, gate, providers, rows, runs, tables, timing, warm
+from biasflash.cli import bench, charts, gate, providers, rows, runs, summary, tables, timing, warm
 from biasflash.cli.providers import OURS, PROVIDERS, NotInstalled, Provider, Refused
 from biasflash.cli.rows import Cell, Row
 from biasflash.testing.case import Bias, Call, Case, Ceilings, Mask, floor_ms
@@ -296,6 +299,75 @@ def test_rows_after_the_deadline_are_given_up() -> None:
     assert {cell.status for cell in row.cells.values()} == {rows.NO_TIME}
 
 
+@pytest.mark.parametrize(
+    ("took", "left", "status"),
+    [
+        ([], 5.0, rows.OK),
+        ([], -1.0, rows.NO_TIME),
+        ([1.0], 5.0, rows.OK),
+        ([9.0], 5.0, rows.NO_TIME),
+        ([9.0, 1.0, 1.0], 5.0, rows.NO_TIME),
+        ([9.0, 1.0, 1.0, 1.0], 5.0, rows.OK),  # the first one's compilers and start-up are long past
+    ],
+)
+def test_a_row_is_begun_only_if_rows_like_it_took_less_than_is_left(
+    took: list[float], left: float, status: str
+) -> None:
+    given_up = one_row(PROVIDERS["eager"], deadline=0.0).cells
+    provider = dataclasses.replace(rows.until(PROVIDERS["eager"], time.time() + left), took=list(took))
+    row = one_row(provider)
+    assert {cell.status for cell in row.cells.values()} == {status}
+    assert len(provider.took) == len(took) + (status == rows.OK)
+    if status == rows.NO_TIME:
+        assert row.cells == given_up  # in the same words
+
+
+def test_a_refusal_foretells_nothing() -> None:
+    def refusing(call: Call) -> providers.Attend:
+        raise Refused("never")
+
+    provider = rows.until(fake("refusing", refusing), math.inf)
+    assert one_row(provider).cells["fwd"].status == rows.REFUSED
+    assert provider.took == []
+
+
+def one_process_per_provider(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
+    """Replaces the clock and the processes: every row takes so many seconds; returns who was started."""
+    now, started = [0.0], []
+
+    def isolated(provider: Provider, cases: list[Case], settings: runs.Settings) -> object:
+        started.append(provider.name)
+        for case in cases:
+            now[0] += seconds
+            yield rows.blank(case.name, provider.name, settings.modes, rows.OK, "")
+
+    monkeypatch.setattr(bench.time, "time", lambda: now[0])
+    monkeypatch.setattr(runs, "isolated", isolated)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("deadline", "begun", "timed"),
+    [
+        (100.0, "abc", ["a1", "a2", "b1", "b2", "c1", "c2"]),
+        (35.0, "ab", ["a1", "a2", "b1", "b2"]),
+        (25.0, "a", ["a1", "a2"]),  # the second one's first row would come at 30
+        (5.0, "a", ["a1"]),
+    ],
+)
+def test_no_process_is_begun_or_waited_for_when_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, deadline: float, begun: str, timed: list[str]
+) -> None:
+    started = one_process_per_provider(monkeypatch, 10.0)
+    several, cases = [fake(name, attend) for name in "abc"], [tiny("1"), tiny("2")]
+    settings = dataclasses.replace(SETTINGS, deadline=deadline)
+    found = list(bench.timely_rows(cases, several, settings, isolate=True))
+    assert "".join(started) == begun
+    assert [row.provider + row.case for row in found] == ["a1", "a2", "b1", "b2", "c1", "c2"]
+    assert [row.provider + row.case for row in found if row.cells["fwd"].status == rows.OK] == timed
+    assert {row.cells["fwd"].status for row in found} <= {rows.OK, rows.NO_TIME}
+
+
 def test_the_reference_is_made_once_for_all_providers(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     real = gate.reference
@@ -314,6 +386,11 @@ def test_compilers_are_called_ahead_in_processes_of_their_own() -> None:
     assert warm.warm([BIASED], ["biasflash"], rows.MODES, "cpu", 1, late) == 0
     assert warm.warm([BIASED], ["eager"], rows.MODES, "cpu", 2, soon) == 0  # nothing of it is compiled
     assert warm.processes_for(torch.device("cpu")) == 0
+
+
+def test_a_signal_to_the_group_passes_by_those_who_compile() -> None:
+    with multiprocessing.get_context("spawn").Pool(1, warm._start) as pool:
+        assert pool.apply(os.getpgrp) != os.getpgrp()
 
 
 def crashing(call: Call) -> providers.Attend:
@@ -400,6 +477,13 @@ def test_measure_finds_the_length_of_a_nap() -> None:
     assert 4.0 <= took.p20 <= took.ms <= took.p80
     assert took.ms < 40.0
     assert 5 <= took.runs <= 10
+
+
+def test_a_call_that_still_compiles_is_not_the_estimate() -> None:
+    naps = iter([0.3])
+    took = timing.measure(lambda: time.sleep(next(naps, 0.002)), torch.device("cpu"), 40.0)
+    assert took.runs >= timing.MIN_RUNS
+    assert took.p80 < 40.0
 
 
 def test_host_time_is_in_microseconds() -> None:
@@ -585,6 +669,129 @@ def test_the_command_shows_red_for_a_wrong_rival_and_fails_for_a_wrong_us(
     assert all(cell.ms is not None for cell in by_name[OURS].cells.values())
     monkeypatch.setitem(PROVIDERS, OURS, fake(OURS, slightly_large))
     assert CliRunner().invoke(command, options).exit_code == 1
+
+
+def test_a_killed_run_keeps_the_rows_it_had(
+    command: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, seen = tmp_path / "deep" / "bench.json", []
+
+    def looking(call: Call) -> providers.Attend:
+        if path.exists():
+            seen.append((json.loads(path.read_text())["complete"], [row.case for row in bench.load_rows(path)]))
+        return lambda: attend(call)
+
+    monkeypatch.setitem(PROVIDERS, "looking", fake("looking", looking))
+    options = ["--device", "cpu", "--cases", "biased,masked", "--providers", "looking", "--mode", "fwd"]
+    assert CliRunner().invoke(command, [*options, "--json", str(path)]).exit_code == 0
+    assert seen == [(False, ["biased"])]
+    assert json.loads(path.read_text())["complete"] is True
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_half_a_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bench.json"
+    bench.write({"rows": 1}, path)
+    monkeypatch.setattr(bench.os, "replace", lambda part, whole: pytest.fail(Path(part).read_text()))
+    with pytest.raises(pytest.fail.Exception, match='"rows": 2'):
+        bench.write({"rows": 2}, path)
+    assert json.loads(path.read_text()) == {"rows": 1}
+
+
+@pytest.mark.parametrize(("prepare", "code"), [(attend, 0), (slightly_large, 1)], ids=["right", "wrong"])
+def test_sigterm_ends_a_run_with_what_there_is(
+    command: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prepare: providers.Prepare, code: int
+) -> None:
+    path, before = tmp_path / "bench.json", signal.getsignal(signal.SIGTERM)
+
+    def ended(call: Call) -> providers.Attend:
+        if call.case.name == "masked":
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("went on")
+        return prepare(call) if prepare is slightly_large else lambda: attend(call)
+
+    monkeypatch.setitem(PROVIDERS, OURS, fake(OURS, ended))
+    options = ["--device", "cpu", "--cases", "biased,masked", "--providers", OURS, "--host", "--json", str(path)]
+    result = CliRunner().invoke(command, options)
+    assert result.exit_code == code, result.output
+    assert "ended by SIGTERM after 1 of 2 rows" in result.output
+    assert "median ms, fraction of the floor" in result.output
+    assert json.loads(path.read_text())["complete"] is False
+    assert [row.case for row in bench.load_rows(path)] == ["biased"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_ends_the_process_in_work(command: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROVIDERS, "hanging", fake("hanging", hanging))
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    start = time.time()
+    options = ["--device", "cpu", "--cases", "biased", "--providers", "hanging", "--isolate"]
+    timer.start()
+    try:
+        result = CliRunner().invoke(command, options)
+    finally:
+        timer.cancel()
+    assert result.exit_code == 0, result.output
+    assert "ended by SIGTERM after 0 of 1 rows" in result.output
+    assert time.time() - start < 30.0
+    assert multiprocessing.active_children() == []
+
+
+def test_a_second_sigterm_does_not_spoil_the_end() -> None:
+    with bench.Sigterm() as sigterm:  # ``timeout`` sends it to the process, and then to its group
+        with pytest.raises(bench.Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert sigterm.came
+
+
+def test_sigterm_after_the_last_row_changes_nothing() -> None:
+    with bench.Sigterm() as sigterm:
+        sigterm.is_over = True
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not sigterm.came
+
+
+def test_compiling_ahead_is_part_of_the_budget(command: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    until, deadlines = [], []
+
+    def warmed(*arguments: object) -> int:
+        until.append(arguments[-1])
+        time.sleep(0.5)
+        return 3
+
+    def rows_of(cases: object, chosen: object, settings: runs.Settings, **more: object) -> object:
+        deadlines.append(settings.deadline)
+        return runs.run(cases, chosen, settings, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench.warm, "warm", warmed)
+    monkeypatch.setattr(bench, "run", rows_of)
+    start = time.time()
+    options = ["--device", "cpu", "--cases", "biased", "--providers", "eager", "--jobs", "1", "--seconds", "30"]
+    result = CliRunner().invoke(command, options)
+    took = time.time() - start
+    assert result.exit_code == 0, result.output
+    assert "compiled ahead: 3 calls" in result.output
+    assert start + 10.0 <= until[0] <= start + 10.0 + took
+    assert start + 30.0 <= deadlines[0] <= start + 30.0 + took - 0.5
+
+
+@pytest.mark.parametrize(
+    ("untimed", "clause"),
+    [
+        (0, "and FlexAttention. [All"),
+        (1, "FlexAttention, which got no figure on 1 workload. [All"),
+        (2, "on 2 workloads. [All"),
+    ],
+)
+def test_the_front_page_names_missing_figures_only_where_there_are_any(untimed: int, clause: str) -> None:
+    found = []
+    for place, case in enumerate(("bias-full-d64-2k", "plain-d128-4k")):
+        found += [made_up(case, OURS, 1.0, 4.0), made_up(case, "sdpa-math", 2.0, 8.0)]
+        status = rows.NO_TIME if place < untimed else rows.REFUSED
+        found.append(rows.blank(case, "flex", rows.MODES, status, "a reason"))
+    text = summary.headline(summary.Published(facts={"machine": {"gpu": "GPU"}}, rows=found))
+    assert clause in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import fnmatch
 import importlib.util
 import json
 import math
+import os
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,15 +51,24 @@ def _plain(value: Any) -> Any:
 
 
 def make_report(
-    found: Sequence[Row], settings: Settings, host: Sequence[dict[str, Any]], seconds: float
+    found: Sequence[Row],
+    settings: Settings,
+    machine: dict[str, Any],
+    start: float,
+    host: Sequence[dict[str, Any]] = (),
+    complete: bool = False,
 ) -> dict[str, Any]:
-    """Everything a run found, ready for ``json.dumps``; ``load_rows`` reads its rows back."""
+    """Everything a run that began at ``start`` found, ready for ``json.dumps``; ``load_rows`` reads its rows back.
+
+    ``complete``: no row is still to come.
+    """
     report = {
         "schema": SCHEMA,
+        "complete": complete,
         "biasflash": __version__,
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "seconds": round(seconds, 1),
-        "machine": facts(settings.device),
+        "started": datetime.datetime.fromtimestamp(start, datetime.timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(time.time() - start, 1),
+        "machine": machine,
         "device": settings.device,
         "ceilings": dataclasses.asdict(settings.ceilings),
         "limits": {str(dtype).removeprefix("torch."): limit for dtype, limit in gate.LIMITS.items()},
@@ -66,6 +79,14 @@ def make_report(
     plain = _plain(report)
     assert isinstance(plain, dict)
     return plain
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Writes a report as JSON; whoever looks finds the earlier file or all of this one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    os.replace(part, path)
 
 
 def load_rows(path: Path) -> list[Row]:
@@ -150,10 +171,62 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
+class Stopped(BaseException):
+    """SIGTERM came. No ``Exception``: a row that catches what its provider raises lets it pass."""
+
+
+class Sigterm:
+    """Inside of ``with``, the first SIGTERM raises ``Stopped``; further ones, and any after ``is_over``, do nothing."""
+
+    def __init__(self) -> None:
+        self.came = self.is_over = False
+
+    def _handle(self, *_: object) -> None:
+        if not (self.came or self.is_over):
+            self.came = True
+            raise Stopped
+
+    def __enter__(self) -> Sigterm:
+        # only the main thread may handle signals
+        self._in_main = threading.current_thread() is threading.main_thread()
+        if self._in_main:
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._in_main:
+            signal.signal(signal.SIGTERM, self._before)
+
+
+def timely_rows(
+    cases: Sequence[Case], providers: Sequence[Provider], settings: Settings, isolate: bool
+) -> Generator[Row, None, None]:
+    """The rows of ``run``, of which none is begun too late; nor is a process that would give its first row too late."""
+    timely = [rows.until(provider, settings.deadline) for provider in providers]
+    if not isolate:
+        yield from run(cases, timely, settings, isolate=False)
+        return
+    first: list[float] = []  # seconds to the first row of each process
+    for provider in timely:
+        if provider.missing():
+            yield from run(cases, [provider], settings, isolate=True)
+            continue
+        done, start = 0, time.time()
+        if start + min(first, default=0.0) <= settings.deadline:
+            for done, row in enumerate(run(cases, [provider], settings, isolate=True), start=1):
+                if done == 1:
+                    first.append(time.time() - start)
+                yield row
+                if time.time() > settings.deadline:
+                    break
+        for case in cases[done:]:
+            yield rows.blank(case.name, provider.name, settings.modes, rows.NO_TIME, rows.OUT_OF_TIME)
+
+
 def _collect(
-    cases: Sequence[Case], providers: Sequence[Provider], settings: Settings, isolate: bool, console: Console
-) -> list[Row]:
-    """All rows, with a progress bar that names the row in work."""
+    found: list[Row], coming: Generator[Row, None, None], total: int, keep: Callable[[], None], console: Console
+) -> None:
+    """Appends rows as they come and calls ``keep`` after each, with a progress bar that names the last one."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -161,13 +234,12 @@ def _collect(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    found = []
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=len(cases) * len(providers))
-        for row in run(cases, providers, settings, isolate=isolate):
+    with Progress(*columns, console=console, transient=True) as progress, contextlib.closing(coming):
+        task = progress.add_task("measuring", total=total)
+        for row in coming:
             found.append(row)
+            keep()
             progress.update(task, advance=1, description=f"{row.provider} on {row.case}")
-    return found
 
 
 def exit_code(found: Sequence[Row]) -> int:
@@ -176,18 +248,23 @@ def exit_code(found: Sequence[Row]) -> int:
     return int(any(status in (rows.RED, rows.ERROR) for status in ours))
 
 
-def _save(
+def _publish(
     report: dict[str, Any],
     found: Sequence[Row],
     settings: Settings,
+    earlier: Sequence[Row],
     json_path: Path | None,
     chart: Path | None,
     console: Console,
 ) -> None:
-    """Writes the files that were asked for."""
+    """Prints the tables, and writes the files that were asked for."""
+    console.print(tables.report(found, settings.modes))
+    if report["host"]:
+        console.print(tables.host(report["host"]))
+    if earlier:
+        console.print(tables.changes(found, earlier))
     if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        write(report, json_path)
         console.print(f"wrote {json_path}")
     if chart:
         try:
@@ -203,6 +280,10 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=240)
 
 
+Seconds = Annotated[
+    float,
+    typer.Option(min=1.0, help="Time budget, a third of it at most to compile ahead; rows that do not fit say so."),
+]
 Jobs = Annotated[
     int | None,
     typer.Option(
@@ -214,11 +295,44 @@ Jobs = Annotated[
 
 
 def _compile_ahead(
-    cases: Sequence[Case], providers: Sequence[Provider], modes: tuple[str, ...], where: torch.device, jobs: int | None
+    cases: Sequence[Case], providers: Sequence[Provider], settings: Settings, jobs: int | None, seconds: float
 ) -> int:
-    """Calls that filled the compilers' caches, in a third of a usual budget at most."""
-    count = warm.processes_for(where) if jobs is None else jobs
-    return warm.warm(cases, [p.name for p in providers], modes, str(where), count, time.time() + 150.0)
+    """Calls that filled the compilers' caches within so many seconds."""
+    count = warm.processes_for(torch.device(settings.device)) if jobs is None else jobs
+    names = [p.name for p in providers]
+    return warm.warm(cases, names, settings.modes, settings.device, count, time.time() + seconds)
+
+
+def _measure(
+    cases: Sequence[Case],
+    providers: Sequence[Provider],
+    settings: Settings,
+    start: float,
+    sigterm: Sigterm,
+    isolate: bool,
+    jobs: int | None,
+    host: bool,
+    json_path: Path | None,
+    console: Console,
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and report of a run that began at ``start``; if SIGTERM ends it, what there is by then."""
+    found: list[Row] = []
+    times: list[dict[str, Any]] = []
+    machine, total, ahead = facts(settings.device), len(cases) * len(providers), time.time()
+
+    def keep() -> None:
+        if json_path:
+            write(make_report(found, settings, machine, start), json_path)
+
+    with contextlib.suppress(Stopped):
+        if compiled := _compile_ahead(cases, providers, settings, jobs, (settings.deadline - start) / 3):
+            console.print(f"compiled ahead: {compiled} calls in {time.time() - ahead:.0f} s")
+        _collect(found, timely_rows(cases, providers, settings, isolate), total, keep, console)
+        times = host_section(torch.device(settings.device)) if host else []
+        sigterm.is_over = True
+    if sigterm.came:
+        console.print(f"ended by SIGTERM after {len(found)} of {total} rows")
+    return found, make_report(found, settings, machine, start, times, complete=not sigterm.came)
 
 
 def bench(
@@ -235,13 +349,14 @@ def bench(
     ] = None,
     mode: Annotated[str, typer.Option(help="fwd, fwdbwd (forward + backward, every gradient) or both.")] = "both",
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write every figure and the machine's facts here.")
+        Path | None,
+        typer.Option("--json", help="Write every figure and the machine's facts here, anew after every row."),
     ] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a PNG chart here.")] = None,
     baseline: Annotated[
         Path | None, typer.Option(help="A JSON of an earlier run: print what changed against it.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time budget; rows that do not fit say so.")] = 450.0,
+    seconds: Seconds = 450.0,
     isolate: Annotated[
         bool | None,
         typer.Option(
@@ -271,17 +386,11 @@ def bench(
     top = timing.ceilings(where)
     if where.type == "cuda":
         torch.cuda.empty_cache()  # the measuring process keeps nothing from the providers' processes
-    if compiled := _compile_ahead(chosen, rivals, MODE_CHOICES[mode], where, jobs):
-        console.print(f"compiled ahead: {compiled} calls in {time.time() - start:.0f} s")
     figures = f"{top.products / 1e12:.3g} TFLOP/s, {top.bytes / 1e12:.3g} TB/s, {top.exps:.2g} exponentials/s"
     console.print(f"ceilings measured on {where}: {figures}")
     settings = Settings(device=str(where), modes=MODE_CHOICES[mode], ceilings=top, deadline=start + seconds)
-    found = _collect(chosen, rivals, settings, where.type == "cuda" if isolate is None else isolate, console)
-    times = host_section(where) if host else []
-    console.print(tables.report(found, settings.modes))
-    if times:
-        console.print(tables.host(times))
-    if earlier:
-        console.print(tables.changes(found, earlier))
-    _save(make_report(found, settings, times, time.time() - start), found, settings, json_path, chart, console)
+    apart = where.type == "cuda" if isolate is None else isolate
+    with Sigterm() as sigterm:
+        found, report = _measure(chosen, rivals, settings, start, sigterm, apart, jobs, host, json_path, console)
+        _publish(report, found, settings, earlier, json_path, chart, console)
     raise typer.Exit(exit_code(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ MODES = ("fwd", "fwdbwd")
 OK, RED, REFUSED, NOT_INSTALLED, NEEDS_CUDA = "ok", "red", "refused", "not installed", "needs CUDA"
 ERROR, NO_TIME = "error", "no time"
 REASON_LENGTH = 200
+OUT_OF_TIME = "the time budget was used up"
+#: What a provider's next row may take is the slowest of so many rows before it: neighbouring cases are alike.
+RECENT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,26 @@ class Row:
     @property
     def is_red(self) -> bool:
         return any(cell.status == RED for cell in self.cells.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timely(Provider):
+    """A provider that begins no row which would not be done by ``deadline`` (wall-clock time).
+
+    ``took``: seconds of its rows so far, of those that ran at all. A provider without any begins its first one.
+    """
+
+    deadline: float
+    took: list[float] = field(default_factory=list, compare=False)
+
+    @property
+    def is_late(self) -> bool:
+        return time.time() + max(self.took[-RECENT:], default=0.0) > self.deadline
+
+
+def until(provider: Provider, deadline: float) -> Timely:
+    """The same provider, with a deadline."""
+    return Timely(**vars(provider), deadline=deadline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +221,22 @@ def _red_reason(trials: dict[str, _Trial], limit: float) -> str:
 def run_row(
     provider: Provider, target: Target, modes: tuple[str, ...] = MODES, budget_ms: float = timing.REPETITION_MS
 ) -> Row:
-    """Gate, then clock. If any result of any mode is outside the limit, no mode gets a speed."""
+    """Gate, then clock. If any result of any mode is outside the limit, no mode gets a speed.
+
+    A ``Timely`` provider with too little time left gets neither.
+    """
+    if not isinstance(provider, Timely):
+        return _measured(provider, target, modes, budget_ms)
+    if provider.is_late:
+        return blank(target.case, provider.name, modes, NO_TIME, OUT_OF_TIME)
+    start = time.time()
+    row = _measured(provider, target, modes, budget_ms)
+    if any(cell.first_call_s is not None for cell in row.cells.values()):  # refusals are quick, and foretell nothing
+        provider.took.append(time.time() - start)
+    return row
+
+
+def _measured(provider: Provider, target: Target, modes: tuple[str, ...], budget_ms: float) -> Row:
     q = target.call.q
     limit = gate.limit_for(q.dtype, q.device)
     cells: dict[str, Cell] = {}

@@ -257,12 +257,14 @@ def headline(found: Published) -> str:
     """The chart and a few sentences, for the front page."""
     gpu = found.facts["machine"]["gpu"]
     untimed = {row.case for row in found.rows if row.provider == "flex" and row.cells["fwdbwd"].status == NO_TIME}
+    workloads_without = f"{len(untimed)} workload{'' if len(untimed) == 1 else 's'}"
+    hole = f", which got no figure on {workloads_without}" if untimed else ""
     text = (
         f"On one {gpu}, biasflash is at least level with the fastest peer **with a bias or a mask** in "
         f"{_standing(found, True, 'fwd')} and {_standing(found, True, 'fwdbwd')}; "
         f"**without**, in {_standing(found, False, 'fwd')} and {_standing(found, False, 'fwdbwd')}: there cuDNN is the "
-        "better choice. Peers are torch's SDPA kernels, cuDNN graphs, plain PyTorch and FlexAttention, which got no "
-        f"figure on {len(untimed)} workloads. [All figures, and where it is slower](docs/benchmarks.md)."
+        "better choice. Peers are torch's SDPA kernels, cuDNN graphs, plain PyTorch and FlexAttention"
+        f"{hole}. [All figures, and where it is slower](docs/benchmarks.md)."
     )
     picture = f"![Speed on one {gpu} against the fastest peer](docs/bench-ratio.png)"
     return f"{picture}\n\n{textwrap.fill(text, 118, break_on_hyphens=False)}"

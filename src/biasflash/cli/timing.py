@@ -64,6 +64,7 @@ def measure(work: Work, device: torch.device, budget_ms: float = REPETITION_MS) 
     host runs ahead all the while, so launch costs show only where the kernels are shorter than their launches.
     On CPU the wall clock of each run is taken, caches as the previous run left them.
     """
+    work()  # untimed: it may still compile, and an estimate from it would leave three runs to the median
     estimate = max(_elapsed_ms(work, device, 1), 1e-3)
     if estimate < budget_ms:
         estimate = max(_elapsed_ms(work, device, 3), 1e-3)

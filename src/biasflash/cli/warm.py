@@ -32,8 +32,14 @@ def processes_for(device: torch.device) -> int:
 
 
 def _start() -> None:
-    """A worker's first act: Inductor compiles in the worker itself, which may not start processes of its own."""
+    """A worker's first act: Inductor compiles in the worker itself, which may not start processes of its own.
+
+    A signal to the whole process group, as ``timeout`` sends it, passes workers by: one that dies while it waits for
+    work takes the queue's lock along, and the pool could not be ended any more. The pool ends each by its id.
+    """
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    if hasattr(os, "setpgrp"):  # not on Windows
+        os.setpgrp()
     torch.set_num_threads(1)
 
 
