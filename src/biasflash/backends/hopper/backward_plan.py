@@ -42,6 +42,10 @@ class HopperBackward(BackwardPlan):
             found.append("a trained bias of one query row; the portable dkdv kernel adds its columns up")
         if self.runs_dkdv and not (self.want["dk"] and self.want["dv"]):
             found.append("dk or dv is not wanted; its kernel computes both")
+        for i in self.owned:  # its kernels take one set of axes to move along for both
+            given, grad = ([s != 0 for s in self.ops.views[f"{x}{i}"].strides[:-2]] for x in ("bias", "grad"))
+            if given != grad:
+                found.append("a trained bias that is expanded along an axis of its gradient")
         if not self._tiles():
             found.append("no tile for these widths")
         return found

@@ -57,6 +57,11 @@ def to_layout(ops: Operands) -> list[str]:
         for name, view in ops.views.items()
         if view.vec != 8
     ]
+    p = ops.problem
+    for name, view in ops.views.items():
+        rows = p.N if name in ("k", "v", "dk", "dv") else p.M
+        if (rows > 1 and view.strides[-2] == 0) or view.strides[-1] == 0:  # descriptors have no stride of 0
+            found.append(f"{name} of strides {view.strides} is expanded along rows or columns")
     if len(ops.sizes) > 2:
         found.append(f"batch axes {ops.sizes} do not merge into two")
     return found

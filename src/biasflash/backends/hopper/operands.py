@@ -138,7 +138,9 @@ class DescriptorLaunch(Launch):
         if self._compiled is None and self.grid:
             try:
                 options = self.options(capped=False)
-                self._compiled = self.kernel.warmup(*self.values(tensors), grid=(self.grid,), **options)
+                compiled = self.kernel.warmup(*self.values(tensors), grid=(self.grid,), **options)
+                _ = compiled.run  # loads it: here it is told that a kernel does not fit the GPU
+                self._compiled = compiled
             except Exception as error:  # whatever the compiler raises: the portable kernels serve the call
                 raise BuildError(f"{self.kernel.__name__}: {type(error).__name__}: {error}") from error
         super().run(tensors)
