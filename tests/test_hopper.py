@@ -126,15 +126,21 @@ FULL, SHARED = ("bHMN",), ("1HMN",)
 ASKED = [
     Asked("causal d32", problem(D=32, causal=True), ("forward",)),
     Asked("shared bias d32", problem(D=32, biases=SHARED), ("shared_forward", "dkdv", "dq", "dbias")),
+    Asked("shared bias d32, half precision", problem(D=32, dtype=F16, biases=SHARED), ("shared_forward",)),
     Asked("shared bias d32, 512 keys", problem(M=512, D=32, biases=SHARED), ("dq_dbias",)),
+    Asked("shared bias d32, many heads", problem(batch=(64,), D=32, biases=SHARED), ("dqkv",)),
     Asked("plain d64", problem(), ("forward", "dqkv")),
-    Asked("causal d64", problem(causal=True), ("dkdv", "dq")),
-    Asked("plain d128", problem(D=128), ("dqkv",)),
+    Asked("causal d64", problem(causal=True), ("forward", "dqkv")),
+    Asked("causal d64, queries alone", problem(causal=True, trained=(True, False, False)), ("dq",)),
+    Asked("causal d64, keys and values alone", problem(causal=True, trained=(False, True, True)), ("dkdv",)),
     Asked("full bias d64", problem(biases=FULL), ("forward", "dkdv")),
-    Asked("shared bias d64", problem(biases=SHARED), ("shared_forward", "dq", "dbias")),
-    Asked("two batch axes, bias of one d48", problem(batch=(2, 3), D=48, biases=("1bHMN",)), ("dkdv",)),
-    Asked("causal grouped d128", problem(D=128, causal=True, Hkv=2), ("forward", "dkdv", "dq")),
+    Asked("shared bias d64", problem(biases=SHARED), ("shared_forward", "dkdv", "dq", "dbias")),
+    Asked("shared bias d64, half precision", problem(dtype=F16, biases=SHARED), ("shared_forward",)),
+    Asked("two batch axes, bias of one d48", problem(batch=(2, 3), D=48, biases=("1bHMN",)), ("dq",)),
     Asked("full bias half precision d80, odd length", problem(D=80, N=1000, dtype=F16, biases=FULL), ("forward",)),
+    Asked("plain d128", problem(D=128), ("dqkv",)),
+    Asked("causal grouped d128", problem(D=128, causal=True, Hkv=2), ("forward", "dqkv")),
+    Asked("shared bias d128", problem(D=128, biases=SHARED), ("dkdv", "dq", "dbias")),
     Asked("latent d192 dv128", problem(D=192, Dv=128, causal=True), ("forward",)),
     Asked("full bias d256", problem(D=256, biases=FULL), ("forward",)),
 ]
@@ -178,7 +184,7 @@ def least_covered(launched: DescriptorLaunch) -> float:
     if launched.kernel.__name__ in ("dqkv_kernel", "dq_dbias_kernel"):
         return 0.0  # in the order of products that they need, the other warpgroup fills the gap
     if launched.kernel.__name__ == "forward_kernel":
-        return 0.95
+        return 0.95 if has["PINNED"] else 0.0  # left to the assembler where that was faster
     if launched.kernel.__name__ == "dbias_kernel":
         return 0.7 if has["DEEP"] else 0.0  # else the other warpgroup's products fill the gap
     return 0.95 if has["AHEAD"] else (has["ROWS"] - 1) / has["ROWS"] - 0.05  # items after the first
@@ -189,8 +195,9 @@ def complaints(launched: DescriptorLaunch, compiled: Compiled) -> list[str]:
     found = []
     if compiled.shared > H200.shared_memory:
         found.append(f"{compiled.shared} bytes of shared memory, the GPU has {H200.shared_memory}")
-    if compiled.resources["STACK"] > STACK:
-        found.append(f"{compiled.resources['STACK']} bytes of stack a thread, at most {STACK}")
+    stack = STACK + 8 * spills_allowed(launched)
+    if compiled.resources["STACK"] > stack:
+        found.append(f"{compiled.resources['STACK']} bytes of stack a thread, at most {stack}")
     unordered = "HMMA|RED|ATOMG?" if launched.kernel.__name__ == "dqkv_kernel" else "HMMA|RED|ATOMG?|UTMAREDG"
     if re.search(rf"\b({unordered})\b", compiled.sass):  # dqkv adds by turns
         found.append("products that are not asynchronous, or sums in no fixed order")
@@ -390,6 +397,64 @@ def test_a_layout_that_bulk_copies_do_not_take_runs_portable(other: dict[str, La
     assert not [name for name in names(recipe) if name.isupper()]
 
 
+def backward_of(p: Problem, **other: Layout) -> tuple[Recipe, list[str]]:
+    """Backward of contiguous tensors, but for those named; gradients are contiguous."""
+    rows, terms = layouts(p, **other)
+    rows["dout"] = rows["out"]
+    rows |= {f"d{name}": layouts(p)[0][name] for name in "qkv"}
+    grads = {i: layouts(p)[1][i] for i, term in enumerate(p.terms) if term.trainable}
+    return backward_recipe(p, H200, rows, terms, grads, False)
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "strides"),
+    [
+        ("b1MN", "bias0", (1024, 1024, 0, 1)),  # a mask of keys expanded to all queries
+        ("b1MN", "bias0", (8, 8, 0, 0)),
+        ("b1MN", "k", (512, 0, 64, 1)),  # one key repeated
+        ("b1MN", "q", (0, 0, 64, 1)),
+    ],
+    ids=str,
+)
+def test_rows_that_the_caller_expanded_run_portable(word: str, name: str, strides: tuple[int, ...]) -> None:
+    """Descriptors have no stride of 0 along rows or columns."""
+    p, other = problem(biases=(word,)), {name: Layout(strides, True)}
+    rows, terms = layouts(p, **other)
+    for recipe, reasons in (forward_recipe(p, H200, rows, terms), backward_of(p, **other)):
+        assert [r for r in reasons if r.startswith(name) and "expanded along rows" in r], reasons
+        assert not [found for found in names(recipe) if found.isupper()]
+
+
+def test_a_single_row_has_no_stride() -> None:
+    p = problem(M=1, N=512, biases=FULL)
+    rows, terms = layouts(p, q=Layout((512, 0, 64, 1), True))
+    assert forward_recipe(p, H200, rows, terms)[1] == []
+
+
+def test_items_that_the_caller_expanded_are_read_once() -> None:
+    p = problem(biases=FULL, Hkv=8)
+    untrained = replace(p, terms=tuple(replace(term, trainable=False) for term in p.terms))
+    other = {"bias0": Layout((0, 1024 * 1024, 1024, 1), True), "k": Layout((0, 512, 64, 1), True)}
+    rows, terms = layouts(untrained, **other)
+    recipe, reasons = forward_recipe(untrained, H200, rows, terms)
+    assert reasons == []
+    has = own(recipe, "shared_forward").arguments
+    assert (has["bias_moves"], has["k_moves"], has["v_moves"], has["out_moves"]) == (0b100, 0b100, 0b110, 0b110)
+    assert has["bias_desc"].shape == (1, 1, 8, 1024, 1024)
+    assert all(step * 2 % 16 == 0 and step > 0 for step in has["bias_desc"].strides[:-1])
+    has = own(backward_of(p, **other)[0], "dkdv").arguments
+    assert (has["bias_moves"], has["ds_moves"]) == (0b100, 0b110), "a gradient for each item"
+
+
+def test_a_trained_bias_that_the_caller_expanded_to_the_items_runs_portable() -> None:
+    """Its gradient has an axis that it does not move along."""
+    p = problem(biases=("b1MN",))
+    assert "DBIAS" in names(backward_of(p)[0])
+    recipe, reasons = backward_of(p, bias0=Layout((0, 0, 1024, 1), True))
+    assert reasons == ["a trained bias that is expanded along an axis of its gradient"]
+    assert not [found for found in names(recipe) if found.isupper()]
+
+
 def test_batch_axes_that_do_not_merge_into_two_run_portable() -> None:
     p = problem(batch=(2, 3, 2, 3), biases=("a1c1HMN",))
     _, told = planned(p)
@@ -401,17 +466,72 @@ def test_batch_axes_that_do_not_merge_into_two_run_portable() -> None:
 # --------------------------------------------------------------------------------------------------------------- plans
 
 
-def test_a_plain_call_has_one_pass_back_and_a_causal_one_two() -> None:
-    recipes, told = planned(problem())
+@pytest.mark.parametrize(("D", "round_of"), [(32, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_without_a_bias_has_one_pass_back(D: int, round_of: int, causal: bool) -> None:
+    recipes, told = planned(problem(M=1000, N=1096, D=D, causal=causal))
     assert told == {"forward": [], "backward": []}
     assert names(recipes["forward"]) == ["FORWARD"]
     assert names(recipes["backward"]) == ["delta", "DQKV", "convert"]
     turns = dict(recipes["backward"].zeroed)["turns"]
-    assert turns == 16 * 8 * 1024 // 128, "a turn for every head and round of queries"
-    assert names(planned(problem(causal=True))[0]["backward"]) == ["delta", "DKDV", "DQ"]
+    assert turns == 16 * 8 * -(-1000 // round_of), "a turn for every head and round of queries"
+    assert dict(recipes["backward"].scratch)["sums"] == 16 * 8 * 1000 * D
+    launched = own(recipes["backward"], "dqkv")
+    assert launched.grid == 9 * 16 * 8, "one program an item: a program may wait for those before it"
+
+
+@pytest.mark.parametrize(
+    ("trained", "kernels"),
+    [
+        ((True, False, False), ["delta", "DQ"]),
+        ((False, True, True), ["delta", "DKDV"]),
+    ],
+    ids=str,
+)
+def test_what_is_not_wanted_is_not_computed(trained: tuple[bool, bool, bool], kernels: list[str]) -> None:
+    recipes, told = planned(problem(trained=trained))
+    assert told["backward"] == []
+    assert names(recipes["backward"]) == kernels
     recipes, told = planned(problem(trained=(True, False, True)))
     assert told["backward"] == ["dk or dv is not wanted; its kernel computes both"]
     assert names(recipes["backward"]) == ["dq", "dkdv"]
+
+
+@pytest.mark.parametrize(
+    ("p", "resident"),
+    [
+        (problem(batch=(64,), D=32, biases=SHARED), True),
+        (problem(batch=(64,), D=16, M=520, biases=FULL), False),  # its score gradients are stored
+        (problem(batch=(63,), D=32, biases=SHARED), False),  # 504 programs
+        (problem(batch=(64,), D=32, M=1032, biases=SHARED), False),
+        (problem(batch=(64,), D=32, M=512, biases=SHARED), False),  # dq goes with the bias's gradient
+        (problem(batch=(64,), D=32, biases=SHARED, causal=True), False),
+        (problem(batch=(64,), D=48, biases=SHARED), False),
+    ],
+    ids=str,
+)
+def test_one_pass_under_a_bias_is_for_many_short_heads(p: Problem, resident: bool) -> None:
+    backward = planned(p)[0]["backward"]
+    assert ("DQKV" in names(backward)) == resident
+    if resident:
+        launched = own(backward, "dqkv")
+        assert launched.arguments["RESIDENT"]
+        assert launched.grid == H200.multiprocessors
+        assert dict(backward.scratch)["sums"] == launched.grid * 1024 * 32, "a line for every program"
+        assert {"turns", "convert"}.isdisjoint({*dict(backward.zeroed), *names(backward)})
+
+
+def test_rows_that_outgrow_a_fixed_reference_are_done_anew() -> None:
+    """bfloat16 alone: weights of float16 do not reach far enough."""
+    p = problem(M=1000, biases=SHARED)
+    recipe = planned(p)[0]["forward"]
+    assert names(recipe) == ["SHARED_FORWARD", "forward"]
+    assert own(recipe, "shared_forward").arguments["FIXED"]
+    assert dict(recipe.scratch)["redo"] == 16 * 8 * 16, "a flag for every 64 rows, up to a whole tile of 128"
+    assert recipe.launches[1].arguments["redo_pitch"] == 16
+    recipe = planned(problem(M=1000, dtype=F16, biases=SHARED))[0]["forward"]
+    assert names(recipe) == ["SHARED_FORWARD"]
+    assert not own(recipe, "shared_forward").arguments["FIXED"]
 
 
 def test_dq_and_a_shared_bias_go_together_where_all_keys_fit() -> None:
@@ -479,7 +599,7 @@ def test_every_tile_of_the_tables_can_be_chosen() -> None:
     assert forward - {None} == set(config.FORWARD)
     assert {config.shared_tile(w, x) for w in widths for x in flags} - {None} == set(config.SHARED)
     assert {config.pair_tile(w, n) for w in widths for n in range(64, 1025, 64)} - {None} == set(config.PAIR)
-    asked = product(widths, (512, 4096), (100, 1000), flags, flags, flags)
+    asked = product(widths, (512, 1024, 4096), (100, 1000), flags, flags, flags)
     assert {config.single_tile(*x) for x in asked} - {None} == set(config.SINGLE)
     assert {config.owner_tile(w) for w in widths} - {None} == set(config.OWNER)
     backward = {
@@ -550,6 +670,26 @@ def test_a_kernel_that_does_not_compile_falls_back_with_one_warning(
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("hopper: a kernel did not compile, portable kernels run every forward pass of *B=(16,) ")
     assert said.endswith("forward_kernel: RuntimeError: an operation that this compiler does not know")
+
+
+def test_a_kernel_that_does_not_fit_the_gpu_falls_back_too() -> None:
+    """Triton says so where it loads a kernel, not where it compiles it."""
+
+    class TooLarge:
+        @property
+        def run(self) -> None:
+            raise RuntimeError("out of resource: shared memory")
+
+    launched = DescriptorLaunch(
+        kernel=SimpleNamespace(__name__="dq_kernel", warmup=lambda *args, **options: TooLarge()),
+        grid=1,
+        arguments={},
+        warps=4,
+        stages=1,
+    )
+    for _ in range(2):
+        with pytest.raises(BuildError, match="dq_kernel: RuntimeError: out of resource"):
+            launched.run({})
 
 
 def test_what_the_compiler_raises_becomes_one_kind_of_error() -> None:
