@@ -104,8 +104,8 @@ def head_flag(flags, tiles, RARE: tl.constexpr):
     found = 0.0
     if not RARE:
         return found
-    for i in range(0, tiles, 512):
-        at = i + tl.arange(0, 512)
+    for i in range(0, tiles, 64):
+        at = i + tl.arange(0, 64)
         found = tl.maximum(found, tl.max(tl.load(flags + at, mask=at < tiles, other=0.0), 0))
     return found
 
