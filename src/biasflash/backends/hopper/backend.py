@@ -39,6 +39,8 @@ def objections(problem: Problem) -> tuple[str, ...]:
         return ("Triton is not installed; pip install 'biasflash[gpu]'",)
     if problem.device.type != "cuda":
         return (f"tensors are on {problem.device}; it takes CUDA tensors",)
+    if portable.interpreted():
+        return ("TRITON_INTERPRET is set; its kernels cannot be interpreted",)
     if torch.version.hip is not None:
         return ("a ROCm build of torch; it takes CUDA",)
     if torch.cuda.is_available():

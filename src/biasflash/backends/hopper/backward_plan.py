@@ -96,7 +96,7 @@ class HopperBackward(BackwardPlan):
     def _single(self) -> config.SingleTile | None:
         """The tile of the kernel that computes dq, dk and dv in one pass."""
         p = self.problem
-        if not all(self.want.values()):
+        if not all(self.want.values()) or config.padded(p.D) != config.padded(p.Dv):
             return None
         lines = p.batch_size * p.Hkv
         is_causal = p.causal_shift is not None
