@@ -98,9 +98,9 @@ class HopperBackward(BackwardPlan):
         p = self.problem
         if not all(self.want.values()) or config.padded(p.D) != config.padded(p.Dv):
             return None
-        lines = p.batch_size * p.Hkv
-        is_causal = p.causal_shift is not None
-        return config.single_tile(max(p.D, p.Dv), p.N, lines, self.ops.has_dense, bool(self.stored), is_causal)
+        whole = p.M == p.N and p.N % 128 == 0 and p.Hq == p.Hkv
+        facts = self.ops.has_dense, bool(self.stored), p.causal_shift is not None, whole
+        return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
 
     @cached_property
     def _pair(self) -> config.PairTile | None:

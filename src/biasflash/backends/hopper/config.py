@@ -44,9 +44,9 @@ class SharedTile:
     kv_stages: int
     bias_stages: int
     ahead: bool
-    fixed: bool  # rows keep the reference of their first keys; bfloat16 only
     why: str
-
+    fixed: bool = False  # rows keep the reference of their first keys; bfloat16 only
+    is_causal: bool = False  # only for causal calls
     block_m: int = 128
 
     def __str__(self) -> str:
@@ -116,7 +116,8 @@ class SingleTile:
     dk_first: bool
     why: str
     stores: bool = False
-    is_causal: bool | None = None  # only for these; None: for all
+    is_causal: bool = False
+    whole: bool = False  # only as many queries as keys, in whole tiles, and no grouped heads
 
     def __str__(self) -> str:
         rounds = "all keys of a head" if self.resident else "128 keys in turns"
@@ -160,9 +161,7 @@ def _forward(
     )
 
 
-def _shared(
-    width: int, rows: int, block_n: int, kv: int, bias: int, ahead: bool, why: str, fixed: bool = False
-) -> SharedTile:
+def _shared(width: int, rows: int, block_n: int, kv: int, bias: int, ahead: bool, why: str, **more: bool) -> SharedTile:
     return SharedTile(
         width=width,
         rows=rows,
@@ -171,15 +170,16 @@ def _shared(
         kv_stages=kv,
         bias_stages=bias,
         ahead=ahead,
-        fixed=fixed,
         why=why,
+        **more,
     )
 
 
-def _single(
-    width: int, counts: tuple[int, ...], why: str, fused: bool = False, is_causal: bool | None = None
-) -> SingleTile:
-    """Without a bias, in turns. ``counts``: tiles, buffers of what stays, stages, of a bias, slots of ds and of dq."""
+def _single(width: int, counts: tuple[int, ...], why: str, early: bool = False, causal: bool = False) -> SingleTile:
+    """Without a bias, in turns. ``counts``: tiles, buffers of what stays, stages, of a bias, slots of ds and of dq.
+
+    ``early``: operands that stay are kept in registers, and dk's product comes first.
+    """
     tiles, a_buffers, stages, bias_stages, ds_slots, dq_slots = counts
     return SingleTile(
         width=width,
@@ -191,9 +191,10 @@ def _single(
         bias_stages=bias_stages,
         ds_slots=ds_slots,
         dq_slots=dq_slots,
-        in_registers=fused,
-        dk_first=fused,
-        is_causal=is_causal,
+        in_registers=early,
+        dk_first=early,
+        is_causal=causal,
+        whole=causal,
         why=why,
     )
 
@@ -250,7 +251,8 @@ FORWARD: tuple[ForwardTile, ...] = (
 )
 SHARED: tuple[SharedTile, ...] = (
     _shared(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.339 ms, with a running maximum 0.383", fixed=True),
-    _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.22 ms, with a running maximum 1.43", fixed=True),
+    _shared(64, 2, 128, 3, 2, False, "4 x 16 heads of 4k: 0.406 ms", fixed=True, is_causal=True),
+    _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.22 ms, tiles of 128 keys take 1.31", fixed=True),
     _shared(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.383 ms, 4 items x 64 keys take 0.479"),
     _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.43 ms, tiles of 128 keys take 1.64"),
 )
@@ -307,9 +309,10 @@ LEAST_RESIDENT_KEYS = 512
 LEAST_LINES = 512
 #: with a wider bias two kernels win: 16 x 12 heads of 1k: 0.396 ms, one pass 0.398; 768 x 4 heads of 768: 3.31, 3.46
 SINGLE: tuple[SingleTile, ...] = (
-    _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 2.85 ms, two kernels 3.35; causal 1.60, 1.76", fused=True),
-    _single(128, (1, 1, 2, 1, 2, 2), "2 x 16 heads of 4k: 1.30 ms, two kernels take 1.40", is_causal=False),
-    _single(128, (1, 1, 2, 1, 2, 4), "1 x 16 heads of 16k: 4.93 ms, two kernels take 4.99", is_causal=True),
+    _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 2.85 ms, two kernels take 3.35", early=True),
+    _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 1.60 ms, two kernels take 1.76", early=True, causal=True),
+    _single(128, (1, 1, 2, 1, 2, 2), "2 x 16 heads of 4k: 1.30 ms, two kernels take 1.40"),
+    _single(128, (1, 1, 2, 1, 2, 4), "1 x 16 heads of 16k: 4.93 ms, two kernels take 4.99", causal=True),
     SingleTile(
         width=32,
         has_bias=True,
@@ -322,18 +325,20 @@ SINGLE: tuple[SingleTile, ...] = (
         dq_slots=4,
         in_registers=True,
         dk_first=True,
-        is_causal=False,
+        whole=True,
         why="256 x 4 heads of 1k: 1.38 ms, two kernels take 1.41",
     ),
 )
 
 
-def single_tile(width: int, keys: int, lines: int, has_bias: bool, stores: bool, is_causal: bool) -> SingleTile | None:
-    """``lines``: batch items times key heads; ``stores``: score gradients are stored."""
+def single_tile(
+    width: int, keys: int, lines: int, has_bias: bool, stores: bool, is_causal: bool, is_whole: bool
+) -> SingleTile | None:
+    """``lines``: batch items times key heads; ``stores``: score gradients are stored; ``is_whole``: see the field."""
     for tile in SINGLE:
         if width > tile.width or has_bias != tile.has_bias or stores != tile.stores:
             continue
-        if tile.is_causal not in (None, is_causal):
+        if tile.is_causal != is_causal or (tile.whole and not is_whole):
             continue
         if not tile.resident or (LEAST_RESIDENT_KEYS < keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES):
             return tile
@@ -356,9 +361,12 @@ def forward_tile(width: int, has_bias: bool, is_causal: bool) -> ForwardTile | N
     return None
 
 
-def shared_tile(width: int, may_fix: bool) -> SharedTile | None:
+def shared_tile(width: int, may_fix: bool, is_causal: bool) -> SharedTile | None:
     """``may_fix``: weights have the exponents of float32, so that rows need not follow their maximum."""
-    return next((tile for tile in SHARED if width <= tile.width and (may_fix or not tile.fixed)), None)
+    for tile in SHARED:
+        if width <= tile.width and (may_fix or not tile.fixed) and (is_causal or not tile.is_causal):
+            return tile
+    return None
 
 
 def backward_tile(

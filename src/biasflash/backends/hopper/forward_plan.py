@@ -44,7 +44,7 @@ def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     p = ops.problem
     width = max(p.D, p.Dv)
     if ops.has_dense and p.Dv == p.D:
-        shared = config.shared_tile(width, p.dtype == torch.bfloat16)
+        shared = config.shared_tile(width, p.dtype == torch.bfloat16, p.causal_shift is not None)
         view = ops.term_views[0]
         alone = len(ops.sizes) == 1 and not any(view.strides[:-3])  # one batch axis, which the bias does not have
         if shared is not None and alone and p.batch_size % shared.rows == 0 and p.Hq == p.Hkv:
