@@ -350,6 +350,11 @@ def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
     assert reason.startswith("Triton is not installed")
 
 
+def test_it_leaves_interpreted_runs_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend.objections(problem()) == ("TRITON_INTERPRET is set; its kernels cannot be interpreted",)
+
+
 def test_a_triton_whose_gluon_has_other_names_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise AttributeError("module 'tma' has no attribute 'async_load'")

@@ -30,33 +30,27 @@ def window_forward(problem: Problem, device: Device, rows: Mapping[str, Layout],
     return Recipe(launches=(found,))
 
 
-class WindowBackward:
-    """In place of ``BackwardPlan``."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        device: Device,
-        rows: Mapping[str, Layout],
-        terms: Sequence[Layout],
-        grads: Mapping[int, Layout],
-        has_dlse: bool,
-    ) -> None:
-        names = ("dq", "dk", "dv")
-        wanted = [name for name in names if name in rows]
-        rows = {**rows, **{name: rows["out"] for name in names if name not in rows}}
-        ops = Operands(problem, FEW, rows, terms, {f"grad{i}": layout for i, layout in grads.items()})
-        self.found = window_plan.backward_recipe(ops, has_dlse, wanted, list(grads))
-        assert self.found is not None, f"not a window: {problem}"
-
-    def recipe(self) -> Recipe:
-        return self.found
+def window_backward(
+    problem: Problem,
+    device: Device,
+    rows: Mapping[str, Layout],
+    terms: Sequence[Layout],
+    grads: Mapping[int, Layout],
+    has_dlse: bool,
+) -> Recipe:
+    names = ("dq", "dk", "dv")
+    wanted = [name for name in names if name in rows]
+    rows = {**rows, **{name: rows["out"] for name in names if name not in rows}}
+    ops = Operands(problem, FEW, rows, terms, {f"grad{i}": layout for i, layout in grads.items()})
+    found = window_plan.backward_recipe(ops, has_dlse, wanted, list(grads))
+    assert found is not None, f"not a window: {problem}"
+    return found
 
 
 @pytest.fixture
 def _windows_only(monkeypatch: pytest.MonkeyPatch, fresh_recipes: None) -> None:
     monkeypatch.setattr(launch, "forward_recipe", window_forward)
-    monkeypatch.setattr(launch, "BackwardPlan", WindowBackward)
+    monkeypatch.setattr(launch, "backward_recipe", window_backward)
 
 
 def small(name: str, M: int, N: int, H: int = 2, **more: object) -> Case:
