@@ -17,7 +17,19 @@ from biasflash.backends.hopper import (
     config,
     objections,
 )
-from biasflash.backends.hopper.operands import Box, Boxed, DescriptorLaunch, batch_of, boxed, statistics, sums
+from biasflash.backends.hopper.operands import (
+    Box,
+    Boxed,
+    DescriptorLaunch,
+    arguments_of,
+    batch_of,
+    boxed,
+    common_arguments,
+    items_share_bias,
+    record,
+    statistics,
+    sums,
+)
 from biasflash.backends.triton.backward_plan import BackwardPlan, Share
 from biasflash.backends.triton.operands import Device, Launch, Layout, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -60,8 +72,7 @@ class HopperBackward(BackwardPlan):
 
     def _tile(self, kernel: str) -> config.BackwardTile | None:
         p, ops = self.problem, self.ops
-        alone = len(ops.sizes) == 1 and p.Hq == p.Hkv and p.batch_size % 2 == 0
-        is_shared = ops.has_dense and alone and not any(ops.term_views[0].strides[:-3])
+        is_shared = items_share_bias(ops, 2)
         stores = kernel == "dkdv" and bool(self.stored)
         return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores)
 
@@ -114,41 +125,28 @@ class HopperBackward(BackwardPlan):
         pitch = (triton.cdiv(self.problem.M, self.tail) + 1) * self.tail
         return statistics(self.ops, slot, pitch, rows)
 
-    def _given(self, boxes: dict[str, Boxed], tile: config.BackwardTile, items: int) -> dict[str, Any]:
-        p, ops = self.problem, self.ops
-        names = ("M", "N", "heads", "kv_heads", "group", "batch", "shift", "scale")
+    def _given(self, boxes: dict[str, Boxed], tile: config.BackwardTile, items: int, rows: int) -> dict[str, Any]:
+        """What dq and dkdv take by the same name; ``rows``: queries of one copy of row statistics."""
         return {
-            **{f"{name}_desc": b.box for name, b in boxes.items()},
-            **{f"{name}_moves": b.moves for name, b in boxes.items()},
-            "inner": batch_of(ops)[1],
-            "items": items,
-            **{name: ops.numbers[name] for name in names},
-            "D_BLOCK": config.padded(p.D),
-            "DV_BLOCK": config.padded(p.Dv),
+            **self._common(boxes, items, rows),
             "ROWS": tile.rows,
             "TILES": tile.tiles,
             "A_BUFFERS": tile.a_buffers,
             "STAGES": tile.stages,
             "BIAS_STAGES": tile.bias_stages,
-            "HAS_BIAS": ops.has_dense,
-            "IS_CAUSAL": p.causal_shift is not None,
             "AHEAD": tile.ahead,
             "KEEP": tile.keep,
-            "ORDER": ops.order,
-            "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[2],
-            "PRODUCER_REGISTERS": config.PRODUCER_REGISTERS[2],
         }
 
-    def _record(self, kernel: Any, given: dict[str, Any], what: object, why: str) -> DescriptorLaunch:
-        return DescriptorLaunch(
-            kernel=kernel,
-            grid=min(given["items"], self.ops.device.multiprocessors),
-            arguments={name: given[name] for name in kernel.arg_names},
-            warps=4,
-            stages=1,
-            what=str(what),
-            why=why,
-        )
+    def _common(self, boxes: dict[str, Boxed], items: int, rows: int) -> dict[str, Any]:
+        """What all kernels take by the same name; two warpgroups compute in each."""
+        return {
+            **common_arguments(self.ops, 2),
+            **arguments_of(boxes),
+            "reference_desc": self._rows("reference", rows),
+            "delta_desc": self._rows("delta", rows),
+            "items": items,
+        }
 
     def _hopper_dq(self) -> DescriptorLaunch:
         p, ops, tile = self.problem, self.ops, self._tile("dq")
@@ -163,10 +161,8 @@ class HopperBackward(BackwardPlan):
         }
         boxes["bias"] = boxed(ops, "bias0", 64, tile.block) if ops.has_dense else boxes["k"]
         items = triton.cdiv(p.M, 128) * p.batch_size // tile.rows * p.Hq
-        given = self._given(boxes, tile, items)
-        given |= {"reference_desc": self._rows("reference", 64), "delta_desc": self._rows("delta", 64)}
-        given |= {"BLOCK_N": tile.block}
-        return self._record(backward.dq_kernel, given, tile, tile.why)
+        given = self._given(boxes, tile, items, 64) | {"BLOCK_N": tile.block}
+        return record(ops, backward.dq_kernel, given, tile)
 
     def _hopper_dkdv(self) -> DescriptorLaunch:
         p, ops, tile = self.problem, self.ops, self._tile("dkdv")
@@ -183,10 +179,9 @@ class HopperBackward(BackwardPlan):
         boxes["bias"] = boxed(ops, "bias0", tile.block, 64) if ops.has_dense else boxes["q"]
         boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", tile.block, 64) if self.stored else boxes["bias"]
         items = triton.cdiv(p.N, 128) * p.batch_size // tile.rows * p.Hkv
-        given = self._given(boxes, tile, items)
-        given |= {"reference_desc": self._rows("reference", tile.block), "delta_desc": self._rows("delta", tile.block)}
+        given = self._given(boxes, tile, items, tile.block)
         given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored)}
-        return self._record(backward.dkdv_kernel, given, tile, tile.why)
+        return record(ops, backward.dkdv_kernel, given, tile)
 
     def _balance(self, programs: int, shared: int) -> int:
         """Chunks that keep persistent programs busy to the end; an item costs about three pairs to begin with."""
@@ -207,27 +202,24 @@ class HopperBackward(BackwardPlan):
         self.scratch["sums"] = rows_of_sum * p.M * wide
         if not tile.resident:
             self.zeroed["turns"] = self.heads * triton.cdiv(p.M, 64 * tile.tiles)
-        names = ("M", "N", "heads", "group", "batch", "shift", "scale")
         given = {
-            **{f"{name}_desc": b.box for name, b in boxes.items()},
-            **{f"{name}_moves": b.moves for name, b in boxes.items()},
-            "reference_desc": self._rows("reference", 64),
-            "delta_desc": self._rows("delta", 64),
+            **self._common(boxes, items, 64),
             "sum_desc": sums("sums", rows_of_sum, p.M, wide, wide if tile.tiles == 2 else wide // 2),
             "sum_ptr": Slot("sums"),
             "turn_ptr": Slot("sums" if tile.resident else "turns"),
-            "inner": batch_of(ops)[1],
-            "items": items,
-            **{name: ops.numbers[name] for name in names},
-            **{"D_BLOCK": wide, "DV_BLOCK": wide_v, "BLOCK_M": 64, "TILES": tile.tiles, "A_BUFFERS": tile.a_buffers},
-            **{"STAGES": tile.stages, "BIAS_STAGES": tile.bias_stages, "DS_SLOTS": tile.ds_slots},
-            **{"DQ_SLOTS": tile.dq_slots, "HAS_BIAS": ops.has_dense, "IS_CAUSAL": p.causal_shift is not None},
-            **{"STORE_DS": bool(self.stored), "RESIDENT": tile.resident, "IN_REGISTERS": tile.in_registers},
-            **{"DK_FIRST": tile.dk_first, "ORDER": ops.order},
-            "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[2],
-            "HELPER_REGISTERS": config.PRODUCER_REGISTERS[2],
+            "BLOCK_M": 64,
+            "TILES": tile.tiles,
+            "A_BUFFERS": tile.a_buffers,
+            "STAGES": tile.stages,
+            "BIAS_STAGES": tile.bias_stages,
+            "DS_SLOTS": tile.ds_slots,
+            "DQ_SLOTS": tile.dq_slots,
+            "STORE_DS": bool(self.stored),
+            "RESIDENT": tile.resident,
+            "IN_REGISTERS": tile.in_registers,
+            "DK_FIRST": tile.dk_first,
         }
-        launch = self._record(backward_single.dqkv_kernel, given, tile, tile.why)
+        launch = record(ops, backward_single.dqkv_kernel, given, tile)
         launch.grid = programs_of_heads if tile.resident else items
         yield launch
         if not tile.resident:
@@ -260,7 +252,7 @@ class HopperBackward(BackwardPlan):
         given = self._owner_arguments(i, part, items, 128, tile.columns // tile.parts, tile.columns)
         given |= {"BLOCK_N": tile.block_n, "CHUNKS_N": tile.chunks_n, "STAGES": tile.stages, "DEEP": tile.deep}
         given |= {"flag_ptr": Slot(f"overflow{i}"), "ROWS": 1}
-        launch = self._record(backward_bias.dbias_kernel, given, tile, tile.why)
+        launch = record(self.ops, backward_bias.dbias_kernel, given, tile)
         flags = self.scratch[f"overflow{i}"] = 2 * launch.grid
         yield launch
         again = self._owner(i, part, REDO=True, redo_ptr=Slot(f"overflow{i}"), redo_pitch=flags)
@@ -276,7 +268,7 @@ class HopperBackward(BackwardPlan):
         dq = boxed(self.ops, "dq", 64, config.padded(p.D))
         given |= {"dq_desc": dq.box, "dq_moves": dq.moves, "BLOCK_N": tile.block_n, "CHUNKS_N": tile.chunks_n}
         given |= {"STAGES": tile.stages, "ROWS": tile.rows, "LEFT": tile.left, "PIN": tile.pin}
-        yield self._record(backward_pair.dq_dbias_kernel, given, tile, tile.why)
+        yield record(self.ops, backward_pair.dq_dbias_kernel, given, tile)
         if self.rare:
             yield self._again(self._owner(i, part, REDO=True))
         yield from self._total(i, part)
@@ -292,23 +284,13 @@ class HopperBackward(BackwardPlan):
             "v": boxed(ops, "v", keys, wide_v),
             "bias": boxed(ops, f"bias{i}", 64, columns),
         }
-        n0, n1 = batch_of(ops)
         return {
-            **{f"{name}_desc": b.box for name, b in boxes.items()},
-            **{f"{name}_moves": b.moves for name, b in boxes.items()},
-            "reference_desc": self._rows("reference", rows),
-            "delta_desc": self._rows("delta", rows),
+            **self._common(boxes, items, rows),
             "dbias_desc": boxed(ops, f"grad{i}", 64, columns).box,
             "partial_ptr": Slot(f"partial{i}" if part.chunks > 1 else "delta"),
-            **{"n0": n0, "n1": n1, "items": items, "owners": part.owners, "shared": part.shared, "chunk": part.chunk},
-            **{name: ops.numbers[name] for name in ("M", "N", "heads", "group", "shift", "scale")},
-            "D_BLOCK": wide,
-            "DV_BLOCK": wide_v,
+            **{"owners": part.owners, "shared": part.shared, "chunk": part.chunk},
             "OWNS": (False,) * (3 - len(part.owns)) + part.owns,
             "SPLIT": part.chunks > 1,
-            "IS_CAUSAL": p.causal_shift is not None,
-            "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[2],
-            "PRODUCER_REGISTERS": config.PRODUCER_REGISTERS[2],
         }
 
 

@@ -9,7 +9,14 @@ import torch
 import triton
 
 from biasflash.backends.hopper import config, forward, forward_shared, objections
-from biasflash.backends.hopper.operands import DescriptorLaunch, batch_of, boxed
+from biasflash.backends.hopper.operands import (
+    DescriptorLaunch,
+    arguments_of,
+    boxed,
+    common_arguments,
+    items_share_bias,
+    record,
+)
 from biasflash.backends.triton import forward_plan as portable
 from biasflash.backends.triton.operands import Device, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -43,11 +50,9 @@ def forward_recipe(
 def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     p = ops.problem
     width = max(p.D, p.Dv)
-    if ops.has_dense and p.Dv == p.D:
+    if p.Dv == p.D:
         shared = config.shared_tile(width, p.dtype == torch.bfloat16, p.causal_shift is not None)
-        view = ops.term_views[0]
-        alone = len(ops.sizes) == 1 and not any(view.strides[:-3])  # one batch axis, which the bias does not have
-        if shared is not None and alone and p.batch_size % shared.rows == 0 and p.Hq == p.Hkv:
+        if shared is not None and items_share_bias(ops, shared.rows):
             return shared
     return config.forward_tile(width, ops.has_dense, p.causal_shift is not None)
 
@@ -64,44 +69,25 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
     boxes["bias"] = boxed(ops, "bias0", 64, tile.block_n) if ops.has_dense else boxes["k"]
     at_once = tile.rows if isinstance(tile, config.SharedTile) else 1
     items = triton.cdiv(p.M, tile.block_m) * (p.batch_size // at_once) * p.Hq
+    groups = 2 if isinstance(tile, config.SharedTile) else tile.warpgroups
     given: dict[str, Any] = {
-        **{f"{name}_desc": b.box for name, b in boxes.items()},
-        **{f"{name}_moves": b.moves for name, b in boxes.items()},
+        **common_arguments(ops, groups),
+        **arguments_of(boxes),
         "lse_ptr": Slot("lse"),
         "low_ptr": Slot("low" if p.keeps_low else "lse"),
-        "inner": batch_of(ops)[1],
         "items": items,
-        **{name: ops.numbers[name] for name in ("M", "N", "heads", "group", "batch", "shift", "scale")},
-        "D_BLOCK": wide,
-        "DV_BLOCK": wide_v,
         "BLOCK_N": tile.block_n,
         "KV_STAGES": tile.kv_stages,
         "BIAS_STAGES": tile.bias_stages,
-        "IS_CAUSAL": p.causal_shift is not None,
         "KEEP_LOW": p.keeps_low,
         "LOW_RANGE": ops.constants["LOW_RANGE"],
-        "ORDER": ops.order,
     }
     if isinstance(tile, config.SharedTile):
         kernel = forward_shared.shared_forward_kernel
-        groups = 2
         given |= {"ROWS": tile.rows, "TILES": 1, "Q_BUFFERS": tile.q_buffers, "AHEAD": tile.ahead}
         given |= {"FIXED": tile.fixed, "flag_ptr": Slot("redo" if tile.fixed else "lse")}
     else:
         kernel = forward.forward_kernel
-        groups = tile.warpgroups
-        given |= {"WARPGROUPS": groups, "HAS_BIAS": ops.has_dense, "ODD_N": p.N % tile.block_n != 0}
+        given |= {"WARPGROUPS": groups, "ODD_N": p.N % tile.block_n != 0}
         given |= {"OUT_APART": tile.out_apart or wide != wide_v, "PINNED": tile.pinned}
-    given |= {
-        "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[groups],
-        "PRODUCER_REGISTERS": config.PRODUCER_REGISTERS[groups],
-    }
-    return DescriptorLaunch(
-        kernel=kernel,
-        grid=min(items, ops.device.multiprocessors),  # persistent: each takes items in strides
-        arguments={name: given[name] for name in kernel.arg_names},
-        warps=4,
-        stages=1,
-        what=str(tile),
-        why=tile.why,
-    )
+    return record(ops, kernel, given, tile)

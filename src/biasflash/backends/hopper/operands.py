@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from biasflash.backends.hopper import config
 from biasflash.backends.hopper.gluon import TensorDescriptor, gl
 from biasflash.backends.triton.operands import Launch, Operands
 
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 #: batch axes that a descriptor of rank 5 has beside head, row and column
 MOST_BATCH_AXES = 2
+
+
+class Tile(Protocol):
+    """What every tile of ``config`` has beside its words, ``str(tile)``."""
+
+    @property
+    def why(self) -> str: ...
 
 
 class BuildError(RuntimeError):
@@ -78,6 +86,13 @@ def batch_of(ops: Operands) -> tuple[int, int]:
     """Sizes of the two batch axes that descriptors have."""
     sizes = ops.sizes
     return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def items_share_bias(ops: Operands, count: int) -> bool:
+    """Whether ``count`` batch items at a time can stand around one tile of the bias, which is the same for all."""
+    p = ops.problem
+    one_axis = len(ops.sizes) == 1 and p.Hq == p.Hkv and p.batch_size % count == 0
+    return ops.has_dense and one_axis and not any(ops.term_views[0].strides[:-3])
 
 
 def boxed(ops: Operands, name: str, rows: int, columns: int) -> Boxed:
@@ -147,3 +162,44 @@ class DescriptorLaunch(Launch):
 
     def __str__(self) -> str:
         return f"{self.kernel.__name__.removesuffix('_kernel')}: {self.grid} programs of {self.what} ({self.why})"
+
+
+def arguments_of(boxes: Mapping[str, Boxed]) -> dict[str, Any]:
+    """``x_desc`` and ``x_moves`` of every tensor ``x``."""
+    descriptors = {f"{name}_desc": b.box for name, b in boxes.items()}
+    return descriptors | {f"{name}_moves": b.moves for name, b in boxes.items()}
+
+
+def common_arguments(ops: Operands, groups: int) -> dict[str, Any]:
+    """Numbers and constants that kernels take by the same name; ``groups``: warpgroups that compute."""
+    p = ops.problem
+    n0, n1 = batch_of(ops)
+    names = ("M", "N", "heads", "kv_heads", "group", "batch", "shift", "scale")
+    return {
+        **{name: ops.numbers[name] for name in names},
+        **{"inner": n1, "n0": n0, "n1": n1},
+        "D_BLOCK": config.padded(p.D),
+        "DV_BLOCK": config.padded(p.Dv),
+        "HAS_BIAS": ops.has_dense,
+        "IS_CAUSAL": p.causal_shift is not None,
+        "ORDER": ops.order,
+        "CONSUMER_REGISTERS": config.CONSUMER_REGISTERS[groups],
+        "PRODUCER_REGISTERS": config.PRODUCER_REGISTERS[groups],
+        "HELPER_REGISTERS": config.PRODUCER_REGISTERS[groups],
+    }
+
+
+def record(ops: Operands, kernel: Any, given: Mapping[str, Any], tile: Tile) -> DescriptorLaunch:
+    """The launch of ``kernel``, of whose arguments ``given`` may hold more than it declares.
+
+    Programs are persistent: each takes ``items`` in strides.
+    """
+    return DescriptorLaunch(
+        kernel=kernel,
+        grid=min(given["items"], ops.device.multiprocessors),
+        arguments={name: given[name] for name in kernel.arg_names},
+        warps=4,
+        stages=1,
+        what=str(tile),
+        why=tile.why,
+    )
