@@ -275,7 +275,9 @@ def test_a_wait_that_was_lifted_above_the_exponentials_is_seen() -> None:
     ("p", "words"),
     [
         (problem(dtype=F32), "dtype float32; its kernels take float16 and bfloat16"),
-        (problem(masks=("b11N",)), "a boolean mask"),
+        (problem(masks=("bH1N",)), "a boolean mask of shape (16, 8, 1, 1024); its kernels take one that varies along"),
+        (problem(masks=("11MN",)), "a boolean mask of shape (1, 1, 1024, 1024)"),
+        (problem(masks=("b11N", "111N")), "2 boolean masks; its kernels take one"),
         (problem(biases=("1HMN", "bHMN")), "2 biases; its kernels take one"),
         (problem(biases=("bH1N",)), "a bias of shape (16, 8, 1, 1024)"),
         (problem(biases=("1HM1",)), "a bias of shape (1, 8, 1024, 1)"),

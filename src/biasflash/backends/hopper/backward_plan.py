@@ -21,11 +21,13 @@ from biasflash.backends.hopper.operands import (
     Box,
     Boxed,
     DescriptorLaunch,
+    KeyMask,
     arguments_of,
     batch_of,
     boxed,
     common_arguments,
     items_share_bias,
+    key_mask,
     record,
     statistics,
     sums,
@@ -79,7 +81,17 @@ class HopperBackward(BackwardPlan):
     def _windows(self) -> None:
         return None
 
+    def _lists(self) -> None:
+        return None
+
+    @cached_property
+    def _mask(self) -> KeyMask | None:
+        return key_mask(self.ops)
+
     def _launches(self) -> Iterator[Launch]:
+        if self._mask is not None:
+            self.scratch |= self._mask.scratch()
+            yield self._mask.launch()
         yield self._delta()
         if self._single is not None:
             yield from self._hopper_dqkv(self._single)
@@ -109,6 +121,8 @@ class HopperBackward(BackwardPlan):
         p = self.problem
         if not all(self.want.values()) or config.padded(p.D) != config.padded(p.Dv):
             return None
+        if self._mask is not None:  # two kernels skip hidden keys; in one pass their turn must be taken all the same
+            return None
         whole = p.M == p.N and p.N % 128 == 0 and p.Hq == p.Hkv
         facts = self.ops.has_dense, bool(self.stored), p.causal_shift is not None, whole
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
@@ -117,18 +131,25 @@ class HopperBackward(BackwardPlan):
     def _pair(self) -> config.PairTile | None:
         """The tile of the kernel that computes dq and the gradient of a shared bias in one pass, where all keys fit."""
         p = self.problem
-        if self._single is not None or not self.runs_dq or len(self.owned) != 1 or p.causal_shift is not None:
-            return None  # causal: it walks over hidden tiles too
+        if self._single is not None or not self.runs_dq or len(self.owned) != 1:
+            return None
+        if p.causal_shift is not None or self._mask is not None:
+            return None  # it walks over hidden tiles too
         return config.pair_tile(max(p.D, p.Dv), p.N)
 
     def _rows(self, slot: str, rows: int) -> Box:
         pitch = (triton.cdiv(self.problem.M, self.tail) + 1) * self.tail
         return statistics(self.ops, slot, pitch, rows)
 
+    def _caps(self, keys: int, boxes: Mapping[str, Boxed]) -> Box:
+        """What scores of ``keys`` keys at a time are cut to; any other box without a mask."""
+        return self._mask.caps(keys) if self._mask is not None else boxes["k"].box
+
     def _given(self, boxes: dict[str, Boxed], tile: config.BackwardTile, items: int, rows: int) -> dict[str, Any]:
         """What dq and dkdv take by the same name; ``rows``: queries of one copy of row statistics."""
         return {
             **self._common(boxes, items, rows),
+            "caps_desc": self._caps(tile.block, boxes),
             "ROWS": tile.rows,
             "TILES": tile.tiles,
             "A_BUFFERS": tile.a_buffers,
@@ -286,6 +307,7 @@ class HopperBackward(BackwardPlan):
         }
         return {
             **self._common(boxes, items, rows),
+            "caps_desc": self._caps(columns, boxes),
             "dbias_desc": boxed(ops, f"grad{i}", 64, columns).box,
             "partial_ptr": Slot(f"partial{i}" if part.chunks > 1 else "delta"),
             **{"owners": part.owners, "shared": part.shared, "chunk": part.chunk},

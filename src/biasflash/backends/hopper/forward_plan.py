@@ -15,10 +15,11 @@ from biasflash.backends.hopper.operands import (
     boxed,
     common_arguments,
     items_share_bias,
+    key_mask,
     record,
 )
 from biasflash.backends.triton import forward_plan as portable
-from biasflash.backends.triton.operands import Device, Layout, Operands, Slot
+from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 
@@ -39,12 +40,17 @@ def forward_recipe(
     split = portable.choose_split(problem, ops.tile("forward")[0], device.multiprocessors, portable.RULE)
     if split is not None:
         return portable.forward_recipe(problem, device, rows, terms), [split.why]
-    launch = _launch(ops, tile)
-    if not (isinstance(tile, config.SharedTile) and tile.fixed):
-        return Recipe(launches=(launch,)), []
-    flags = 2 * triton.cdiv(problem.M, tile.block_m)
-    scratch = (("redo", problem.batch_size * problem.Hq * flags),)
-    return Recipe(launches=(launch, portable.redo(ops, flags)), scratch=scratch), []
+    launches: list[Launch] = [_launch(ops, tile)]
+    scratch: dict[str, int] = {}
+    mask = key_mask(ops)
+    if mask is not None:
+        launches.insert(0, mask.launch())
+        scratch |= mask.scratch()
+    if isinstance(tile, config.SharedTile) and tile.fixed:
+        flags = 2 * triton.cdiv(problem.M, tile.block_m)
+        launches.append(portable.redo(ops, flags))
+        scratch["redo"] = problem.batch_size * problem.Hq * flags
+    return Recipe(launches=tuple(launches), scratch=tuple(scratch.items())), []
 
 
 def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
@@ -67,12 +73,14 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         "out": boxed(ops, "out", 64, wide_v),
     }
     boxes["bias"] = boxed(ops, "bias0", 64, tile.block_n) if ops.has_dense else boxes["k"]
+    mask = key_mask(ops)
     at_once = tile.rows if isinstance(tile, config.SharedTile) else 1
     items = triton.cdiv(p.M, tile.block_m) * (p.batch_size // at_once) * p.Hq
     groups = 2 if isinstance(tile, config.SharedTile) else tile.warpgroups
     given: dict[str, Any] = {
         **common_arguments(ops, groups),
         **arguments_of(boxes),
+        "caps_desc": mask.caps(tile.block_n) if mask else boxes["k"].box,
         "lse_ptr": Slot("lse"),
         "low_ptr": Slot("low" if p.keeps_low else "lse"),
         "items": items,

@@ -33,8 +33,12 @@ def to_problem(problem: Problem) -> list[str]:
         found.append("an axis of length 0")
     if p.dtype.itemsize != 2:
         found.append(f"dtype {short(p.dtype)}; its kernels take float16 and bfloat16")
-    if any(t.kind == "keep" for t in p.terms):
-        found.append("a boolean mask; its kernels take none")
+    masks = [t for t in p.terms if t.kind == "keep"]
+    if len(masks) > 1:
+        found.append(f"{len(masks)} boolean masks; its kernels take one")
+    for t in masks:
+        if t.shape[-1] != p.N or any(n != 1 for n in t.shape[-3:-1]):
+            found.append(f"a boolean mask of shape {t.shape}; its kernels take one that varies along batch and keys")
     dense = [t for t in p.terms if t.kind == "dense"]
     if len(dense) > 1:
         found.append(f"{len(dense)} biases; its kernels take one")
@@ -52,13 +56,15 @@ def to_problem(problem: Problem) -> list[str]:
 
 def to_layout(ops: Operands) -> list[str]:
     """Objections that strides and addresses raise: bulk copies move whole 16 bytes."""
+    p = ops.problem
+    masks = {f"bias{i}" for i, t in enumerate(p.terms) if t.kind == "keep"}
+    copied = {name: view for name, view in ops.views.items() if name not in masks}
     found = [
         f"{name} of strides {view.strides} or its address is not in steps of 16 bytes"
-        for name, view in ops.views.items()
+        for name, view in copied.items()
         if view.vec != 8
     ]
-    p = ops.problem
-    for name, view in ops.views.items():
+    for name, view in copied.items():
         rows = p.N if name in ("k", "v", "dk", "dv") else p.M
         if (rows > 1 and view.strides[-2] == 0) or view.strides[-1] == 0:  # descriptors have no stride of 0
             found.append(f"{name} of strides {view.strides} is expanded along rows or columns")

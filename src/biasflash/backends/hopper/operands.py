@@ -10,13 +10,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from biasflash.backends.hopper import config
+from biasflash.backends.hopper import config, mark_keys
 from biasflash.backends.hopper.gluon import TensorDescriptor, gl
-from biasflash.backends.triton.operands import Launch, Operands
+from biasflash.backends.triton.operands import Launch, Operands, Slot
 
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 #: batch axes that a descriptor of rank 5 has beside head, row and column
 MOST_BATCH_AXES = 2
+#: keys that one code of ``mark_keys_kernel`` is about
+MARK = 64
+#: the most keys of a tile
+LARGEST_TILE = 256
 
 
 class Tile(Protocol):
@@ -93,6 +97,79 @@ def items_share_bias(ops: Operands, count: int) -> bool:
     p = ops.problem
     one_axis = len(ops.sizes) == 1 and p.Hq == p.Hkv and p.batch_size % count == 0
     return ops.has_dense and one_axis and not any(ops.term_views[0].strides[:-3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyMask:
+    """A mask that is the same for all heads and queries, as ``mark_keys_kernel`` writes it down for the others.
+
+    ``lines`` of ``pitch`` keys, one for every batch item, or fewer where the mask is broadcast: item ``(b0, b1)`` has
+    ``b0 * line_0 + b1 * line_1``. ``pitch`` is past the end of every tile of keys that a kernel walks over.
+    """
+
+    slot: str
+    strides: tuple[int, int, int]  # of the mask along b0, b1 and keys
+    sizes: tuple[int, int]  # lines along b0 and b1
+    keys: int
+
+    @property
+    def lines(self) -> int:
+        return self.sizes[0] * self.sizes[1]
+
+    @property
+    def pitch(self) -> int:
+        return (-(-self.keys // LARGEST_TILE) + 1) * LARGEST_TILE
+
+    def scratch(self) -> dict[str, int]:
+        return {"caps": self.lines * self.pitch, "spans": self.lines * (self.pitch // MARK + 1)}
+
+    def launch(self) -> Launch:
+        arguments = {
+            "mask_ptr": Slot(self.slot),
+            "caps_ptr": Slot("caps"),
+            "spans_ptr": Slot("spans"),
+            **dict(zip(("mask_b0", "mask_b1", "mask_n"), self.strides, strict=True)),
+            **{"lines_1": self.sizes[1], "N": self.keys, "pitch": self.pitch, "BLOCK": 1024},
+        }
+        return Launch(kernel=mark_keys.mark_keys_kernel, grid=self.lines, arguments=arguments, warps=4, stages=1)
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "caps_ptr": Slot("caps"),
+            "spans_ptr": Slot("spans"),
+            "caps_pitch": self.pitch,
+            "line_0": self.sizes[1] if self.sizes[0] > 1 else 0,
+            "line_1": 1 if self.sizes[1] > 1 else 0,
+            "HAS_KEEP": True,
+        }
+
+    def caps(self, keys: int) -> Box:
+        """``caps`` in blocks of ``keys``."""
+        shape, strides = (self.lines, self.pitch), (self.pitch, 1)
+        return Box(slot="caps", dtype=torch.float32, shape=shape, strides=strides, block=(1, keys))
+
+
+def key_mask(ops: Operands) -> KeyMask | None:
+    """The mask of the call, if it has one."""
+    for i, (term, view) in enumerate(zip(ops.problem.terms, ops.term_views, strict=True)):
+        if term.kind == "keep":
+            *batch, _head, _row, key = view.strides
+            b0, b1 = [0] * (MOST_BATCH_AXES - len(batch)) + batch
+            n0, n1 = batch_of(ops)
+            sizes = n0 if b0 else 1, n1 if b1 else 1
+            return KeyMask(slot=f"bias{i}", strides=(b0, b1, key), sizes=sizes, keys=ops.problem.N)
+    return None
+
+
+#: what kernels take in place of ``KeyMask.arguments``: never read
+NO_MASK: dict[str, Any] = {
+    "caps_ptr": Slot("lse"),
+    "spans_ptr": Slot("lse"),
+    "caps_pitch": 0,
+    "line_0": 0,
+    "line_1": 0,
+    "HAS_KEEP": False,
+}
 
 
 def boxed(ops: Operands, name: str, rows: int, columns: int) -> Boxed:
@@ -172,12 +249,13 @@ def arguments_of(boxes: Mapping[str, Boxed]) -> dict[str, Any]:
 
 def common_arguments(ops: Operands, groups: int) -> dict[str, Any]:
     """Numbers and constants that kernels take by the same name; ``groups``: warpgroups that compute."""
-    p = ops.problem
+    p, mask = ops.problem, key_mask(ops)
     n0, n1 = batch_of(ops)
     names = ("M", "N", "heads", "kv_heads", "group", "batch", "shift", "scale")
     return {
         **{name: ops.numbers[name] for name in names},
         **{"inner": n1, "n0": n0, "n1": n1},
+        **(mask.arguments() if mask else NO_MASK),
         "D_BLOCK": config.padded(p.D),
         "DV_BLOCK": config.padded(p.Dv),
         "HAS_BIAS": ops.has_dense,

@@ -1,0 +1,62 @@
+"""Masks of keys inside the kernels: what ``mark_keys_kernel`` wrote down, read, and applied to keys in shared memory.
+
+``mask``: ``(caps_ptr, spans_ptr, caps_pitch, line_0, line_1)``, see ``operands.KeyMask``.
+
+A hidden key may hold anything, NaN too. Its scores are cut to -inf, so that its weights are 0; but 0 times NaN is NaN.
+What a product multiplies weights or score gradients with is therefore made 0 where it lies in shared memory: by the
+copying warp, before it hands a tile with hidden keys over.
+"""
+
+from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier
+
+MARK = gl.constexpr(64)  # keys that one code is about
+
+
+@jit
+def line_of(b0, b1, mask):
+    """The mask's line of a batch item."""
+    return b0 * mask[3] + b1 * mask[4]
+
+
+@jit
+def last_key(line, N, mask):
+    """The end of the last tile of 64 keys in which one is visible, N at most; 0 where none is."""
+    _caps, spans_ptr, pitch, _, _ = mask
+    tiles = gl.load(spans_ptr + line.to(gl.int64) * (pitch // MARK + 1)).to(gl.int32)
+    return gl.minimum(tiles * MARK, N)
+
+
+@jit
+def is_whole(line, column, mask, BLOCK: gl.constexpr):
+    """Whether no key from ``column`` to ``column + BLOCK - 1`` is hidden; ``column`` is a multiple of BLOCK."""
+    _caps, spans_ptr, pitch, _, _ = mask
+    at = spans_ptr + line.to(gl.int64) * (pitch // MARK + 1) + 1 + column // MARK
+    code = gl.load(at)
+    for i in gl.static_range(1, BLOCK // MARK):
+        code = gl.minimum(code, gl.load(at + i))
+    return code > 0.0
+
+
+@jit
+def blank_hidden(tile, line, column, mask, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
+    """Zeros for hidden keys in ``tile`` [BLOCK, WIDTH], which begins with key ``column``; called by one warp.
+
+    The tile's copy must have landed. A fence is included: what reads the tile next may be a product.
+    """
+    caps_ptr, _spans, pitch, _, _ = mask
+    ROWS: gl.constexpr = 8  # the period of the swizzle
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    caps = caps_ptr + line.to(gl.int64) * pitch + column + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    for i in gl.static_range(BLOCK // ROWS):
+        rows = tile.slice(i * ROWS, ROWS, dim=0)
+        x = rows.load(L)
+        rows.store(gl.where((gl.load(caps + i * ROWS) > 0.0)[:, None], x, gl.zeros_like(x)))
+    fence_async_shared()
+
+
+@jit
+def copied_blank(landed, turn, tile, line, column, mask, full, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
+    """Wait for the ``turn``-th copy that was announced to ``landed``, blank its tile and announce it to ``full``."""
+    mbarrier.wait(landed, turn & 1)
+    blank_hidden(tile, line, column, mask, BLOCK, WIDTH)
+    mbarrier.arrive(full, count=1)
