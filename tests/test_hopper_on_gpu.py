@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import biasflash
+from biasflash import problem
+from biasflash.testing.case import DTYPES, Bias, Case
+from biasflash.testing.conformance import run_case
 from property_cases import Call, TermDraw, check
+
+config = pytest.importorskip("biasflash.backends.hopper.config")
+launch = pytest.importorskip("biasflash.backends.hopper.launch", reason="only Triton compiles kernels")
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA GPU of compute capability 9.0")
@@ -119,3 +125,32 @@ def test_a_thousand_backward_passes_have_the_same_bits(
             if len(at)
         }
         assert not where, f"run {turn} changed, elements from and to: {where}"
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "group"), [(640, 640, 1), (513, 520, 1), (300, 1000, 1), (700, 584, 2), (65, 904, 3)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_whole_heads_in_one_pass_agree_with_float64(
+    M: int, N: int, group: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "LEAST_LINES", 1)
+    case = Case(
+        name="resident",
+        why="one pass over the keys of a head",
+        batch=(3,),
+        M=M,
+        N=N,
+        Hq=2 * group,
+        Hkv=2,
+        D=32,
+        Dv=32,
+        biases=(Bias(shape="1HMN"),),
+        return_lse=True,
+    )
+    call = case.build("cuda", DTYPES[dtype])
+    terms = [*call.bias, *call.mask]
+    facts = problem.build(call.q, call.k, call.v, terms, ["dense"], "none", call.scale)
+    assert any(line.startswith("dqkv") for line in launch.describe(facts)), launch.describe(facts)
+    result = run_case("hopper", case, "cuda", dtype)
+    assert result.status == "passed", result.message
