@@ -94,7 +94,7 @@ class Family:
 
 PLAIN = ("forward", "dq", "dkdv")
 FULL = ("forward", "delta", "dkdv", "dq_from_ds")
-#: few tiles: the owner's sum is split into chunks, which are added up; many tiles: it is not
+#: few tiles: the owner's sum is split into chunks, which are added up; many tiles: it is not, by the same kernel
 SHARED = ("forward", "dq", "dkdv", "dbias", "add_chunks")
 OTHER_CLASS = SHARED[:-1]  # adding up chunks knows no alignment
 
@@ -113,22 +113,20 @@ FAMILIES = [
         later={129: ("forward", "dkdv", "dq_from_ds")},
         bias="BHMN",
     ),
-    Family(name="shared bias", lengths=EIGHTS, first=SHARED, later={776: ("dbias",)}, bias="1HMN"),
-    # float32: the owner writes chunks of the gradient and the gradient itself alike
+    Family(name="shared bias", lengths=EIGHTS, first=SHARED, later={}, bias="1HMN"),
     Family(name="shared bias, float32", lengths=EIGHTS, first=SHARED, later={}, bias="1HMN", dtype=F32),
-    # each of the two classes of alignment has its owner with and without chunks
     Family(
         name="shared bias, any length",
         lengths=ANY,
         first=SHARED,
-        later={129: OTHER_CLASS, 777: ("dbias",), 1000: ("dbias",)},
+        later={129: OTHER_CLASS},
         bias="1HMN",
     ),
     Family(
         name="shared bias, key mask, any length",
         lengths=ANY,
         first=SHARED,
-        later={129: OTHER_CLASS, 777: ("dbias",), 1000: ("dbias",)},
+        later={129: OTHER_CLASS},
         bias="1HMN",
         mask="B11N",
     ),
@@ -140,7 +138,7 @@ FAMILIES = [
         name="shared bias, float32, any length",
         lengths=ANY,
         first=SHARED,
-        later={129: OTHER_CLASS, 500: OTHER_CLASS, 1500: ("dbias",)},
+        later={129: OTHER_CLASS, 500: OTHER_CLASS},
         bias="1HMN",
         dtype=F32,
     ),

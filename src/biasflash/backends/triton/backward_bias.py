@@ -91,15 +91,17 @@ def any_of_chunk(flags, tiles, owner, first, last, sizes, heads, OWNS: tl.conste
 @triton.jit
 def dbias_tile(
     tile, owner, part,
-    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dbias_ptr, term_ptrs,
-    sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride, term_strides,
+    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dbias_ptr, partial_ptr,
+    term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, partial_strides, chunk_stride,
+    term_strides,
     M, N, heads, group, shift, shared, chunk, rare_tiles, scale,
     TERMS: tl.constexpr, OWNS: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
-    DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr, EVEN_N: tl.constexpr,
-    SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr,
-    RARE: tl.constexpr, RARE_BLOCK: tl.constexpr, HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, PARTIAL_VEC: tl.constexpr, WIDE: tl.constexpr,
+    WIDE_HEADS: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr,
+    HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of one owned pair and chunk, see ``dbias_kernel``."""
     k_tiles = tl.cdiv(N, BLOCK_N)
@@ -182,37 +184,45 @@ def dbias_tile(
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 1)
             acc_ds += score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
 
-    dbias_base = dbias_ptr + wide(part) * step_of(chunk_stride[0], DBIAS_VEC)
     b, h = split_index(owner, 0, sizes, heads, OWNS)
-    dbias_base += head_offset(b, h, dbias_strides, sizes, DBIAS_VEC)
-    store_term_grad(
-        dbias_base, dbias_strides, q_at, k_at, q_local[:, None], k_local[None, :], q_own[:, None] & k_own[None, :],
-        acc_ds, DBIAS_VEC, WIDE,
-    )  # fmt: skip
+    own = q_own[:, None] & k_own[None, :]
+    if chunk < shared:
+        sums = partial_ptr + wide(part) * step_of(chunk_stride[0], PARTIAL_VEC)
+        sums += head_offset(b, h, partial_strides, sizes, PARTIAL_VEC)
+        store_term_grad(
+            sums, partial_strides, q_at, k_at, q_local[:, None], k_local[None, :], own, acc_ds, PARTIAL_VEC, WIDE
+        )
+    else:
+        grad = dbias_ptr + head_offset(b, h, dbias_strides, sizes, DBIAS_VEC)
+        store_term_grad(
+            grad, dbias_strides, q_at, k_at, q_local[:, None], k_local[None, :], own, acc_ds, DBIAS_VEC, WIDE
+        )
 
 
 @triton.jit(
     do_not_specialize=["M", "N", "heads", "group", "shift", "owners", "shared", "chunk", "rare_tiles", "redo_pitch"]
 )
 def dbias_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dbias_ptr, term_ptrs,
-    sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride, term_strides,
+    q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dbias_ptr, partial_ptr,
+    term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, partial_strides, chunk_stride,
+    term_strides,
     M, N, heads, group, shift, owners, shared, chunk, rare_tiles, scale, redo_ptr, redo_pitch,
     TERMS: tl.constexpr, OWNS: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
-    DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr,
-    EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
-    PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr, HAS_KEEP: tl.constexpr,
-    REDO: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, PARTIAL_VEC: tl.constexpr, WIDE: tl.constexpr,
+    WIDE_HEADS: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr,
+    HAS_KEEP: tl.constexpr, REDO: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dbias tile = sum of ds over the (batch item, head) pairs that share it.
 
     OWNS marks the axes ``(*batch, heads)`` that the bias varies along; ``shared`` is the product of the sizes of the
     others. Terms that are the same for all of those (FIXED) are loaded once. Where the shared pairs are split, each
-    program takes ``chunk`` of them and writes float32 partial sums, ``chunk_stride`` apart. Grid: one program per tile
-    of queries x keys (fastest), owned (batch item, head) pair, and chunk. REDO: only tiles with extreme rows, or all if
-    one of the ``redo_pitch`` flags in ``redo_ptr`` is raised, by a few programs (``redo_share``).
+    program takes ``chunk`` of them and writes float32 sums to ``partial_ptr``, ``chunk_stride`` apart. Grid: one
+    program per tile of queries x keys (fastest), owned (batch item, head) pair, and chunk. REDO: only tiles with
+    extreme rows, or all if one of the ``redo_pitch`` flags in ``redo_ptr`` is raised, by a few programs
+    (``redo_share``).
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -240,11 +250,12 @@ def dbias_kernel(
                     if met:
                         dbias_tile(
                             tile, owner, part, q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr,
-                            delta_ptr, rare_ptr, dbias_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides,
-                            dout_strides, dbias_strides, chunk_stride, term_strides, M, N, heads, group, shift, shared,
-                            chunk, rare_tiles, scale, TERMS, OWNS, FIXED, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC,
-                            V_VEC, DOUT_VEC, DBIAS_VEC, WIDE, WIDE_HEADS, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED,
-                            PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION, TAIL, BLOCK_M, BLOCK_N, STAGES,
+                            delta_ptr, rare_ptr, dbias_ptr, partial_ptr, term_ptrs, sizes, q_strides, k_strides,
+                            v_strides, dout_strides, dbias_strides, partial_strides, chunk_stride, term_strides, M, N,
+                            heads, group, shift, shared, chunk, rare_tiles, scale, TERMS, OWNS, FIXED, D, DV, D_STRIPS,
+                            DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, DBIAS_VEC, PARTIAL_VEC, WIDE, WIDE_HEADS, EVEN_N,
+                            SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION, TAIL,
+                            BLOCK_M, BLOCK_N, STAGES,
                         )  # fmt: skip
     else:
         tile = tl.program_id(0) % tiles
@@ -252,10 +263,11 @@ def dbias_kernel(
         part = tl.program_id(0) // tiles // owners
         dbias_tile(
             tile, owner, part, q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr,
-            dbias_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides, chunk_stride,
-            term_strides, M, N, heads, group, shift, shared, chunk, rare_tiles, scale, TERMS, OWNS, FIXED, D, DV,
-            D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, DBIAS_VEC, WIDE, WIDE_HEADS, EVEN_N, SHORT_M, SHORT_N,
-            IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION, TAIL, BLOCK_M, BLOCK_N, STAGES,
+            dbias_ptr, partial_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, dbias_strides,
+            partial_strides, chunk_stride, term_strides, M, N, heads, group, shift, shared, chunk, rare_tiles, scale,
+            TERMS, OWNS, FIXED, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, DBIAS_VEC, PARTIAL_VEC,
+            WIDE, WIDE_HEADS, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION,
+            TAIL, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
 
 

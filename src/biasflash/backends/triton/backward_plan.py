@@ -21,7 +21,7 @@ SCRATCH_BYTES = 64 * 2**20
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """Who adds up the gradient of a shared bias: ``owners`` of a plane each, ``shared`` pairs of (batch item, head) in
-    ``chunks`` of ``chunk``; ``count`` elements, written through ``view``. ``owns``: axes that the bias varies along."""
+    ``chunks`` of ``chunk``; ``count`` elements, ``view`` of their sums. ``owns``: axes that the bias varies along."""
 
     owns: tuple[bool, ...]
     owners: int
@@ -238,9 +238,9 @@ class BackwardPlan:
     def _share(self, i: int, block_m: int, block_n: int, wanted: Callable[[int, int], int]) -> Share:
         """How the pairs of (batch item, head) that share bias ``i`` are cut into chunks: ``wanted(programs without
         chunks, pairs)``, as far as there are pairs and the sums of chunks fit the scratch."""
-        p, view = self.problem, self.ops.views[f"grad{i}"]
+        p = self.problem
         axes = (*self.ops.sizes, p.Hq)
-        owns = tuple(stride != 0 for stride in view.strides[:-2])
+        owns = tuple(stride != 0 for stride in self.ops.views[f"grad{i}"].strides[:-2])
         owners = 1
         for size, own in zip(axes, owns, strict=True):
             owners *= size if own else 1
@@ -251,20 +251,23 @@ class BackwardPlan:
         chunks = triton.cdiv(shared, chunk)
         if chunks > 1:
             self.scratch[f"partial{i}"] = chunks * count
-            sizes = [size if own else 1 for size, own in zip(axes, owns, strict=True)]
-            view = geometry.view(geometry.contiguous_strides([*sizes, p.M, p.N]), 4, p.N, p.N % 8 == 0)
+        sizes = [size if own else 1 for size, own in zip(axes, owns, strict=True)]
+        view = geometry.view(geometry.contiguous_strides([*sizes, p.M, p.N]), 4, p.N, p.N % 8 == 0)
         return Share(owns=owns, owners=owners, shared=shared, chunk=chunk, chunks=chunks, count=count, view=view)
 
     def _owner(self, i: int, part: Share, **redo: Any) -> Launch:
-        p = self.problem
+        p, grad = self.problem, self.ops.views[f"grad{i}"]
         return self.ops.launch(
             backward_bias.dbias_kernel,
             "dbias",
             ("q", "k", "v", "dout"),
             lambda tile: triton.cdiv(p.M, tile.block_m) * triton.cdiv(p.N, tile.block_n) * part.owners * part.chunks,
-            dbias_ptr=Slot(f"partial{i}" if part.chunks > 1 else f"grad{i}"),
-            dbias_strides=part.view.codes,
-            DBIAS_VEC=part.view.vec,
+            dbias_ptr=Slot(f"grad{i}"),
+            dbias_strides=grad.codes,
+            DBIAS_VEC=grad.vec,
+            partial_ptr=Slot(f"partial{i}" if part.chunks > 1 else "delta"),
+            partial_strides=part.view.codes,
+            PARTIAL_VEC=part.view.vec,
             chunk_stride=(geometry.code(part.count // max(part.view.vec, 1)),),
             owners=part.owners,
             shared=part.shared,

@@ -119,7 +119,7 @@ RULES: tuple[Rule, ...] = (
     _rule("dbias", 32, 2, _tile(64, 64, 4, 3, 168), "512 x 4 heads of 512: 0.339 ms, uncapped 0.352"),
     _rule("dbias", 64, 2, _tile(64, 64, 4, 3, None, 24), "16 x 12 heads of 1k: 0.187 ms, 128 x 64 takes 0.217"),
     _rule("dbias", 64, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dbias", 128, 2, _tile(128, 64, 8, 2, None, 40), "4 x 8 heads of 2k: 0.311 ms, 64 x 64 takes 0.390"),
+    _rule("dbias", 128, 2, _tile(128, 64, 8, 2, None, 56), "4 x 8 heads of 2k: 0.311 ms, 64 x 64 takes 0.390"),
     _rule("dbias", 128, 2, _tile(64, 64, 4, 1), "fits 163 KiB of shared memory"),
     _rule("dbias", 256, 2, _tile(128, 64, 8, 1, None, 456), "4 x 8 heads of 2k, D 256: 0.637 ms, 64 x 64 takes 0.918"),
     _rule("dbias", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     _rule("dq", 64, 4, _tile(64, 64, 4, 1, None, 160), "0.453 ms, 64 x 32 takes 0.532", capability=90),
     _rule("dq", 128, 4, _tile(64, 16, 4, 1, None, 320), "1.34 ms, 64 x 32 takes 1.43", capability=90),
     _rule("dq", 256, 4, _tile(64, 16, 4, 1, None, 1664), "5.05 ms, 16 x 16 takes 8.35", capability=90),
-    _rule("dbias", 64, 4, _tile(64, 64, 4, 1, None, 160), "0.433 ms, 64 x 32 takes 0.583", capability=90),
+    _rule("dbias", 64, 4, _tile(64, 64, 4, 1, None, 168), "0.433 ms, 64 x 32 takes 0.583", capability=90),
     _rule("dbias", 128, 4, _tile(64, 32, 4, 1, None, 672), "1.27 ms, 64 x 16 takes 1.90", capability=90),
     _rule(
         "dbias",
