@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from biasflash.cli import bench, charts, gate, providers, rows, runs, summary, tables, timing, warm
-from biasflash.cli.providers import OURS, PROVIDERS, NotInstalled, Provider, Refused
+from biasflash.cli.providers import OURS, PORTABLE, PROVIDERS, NotInstalled, Provider, Refused
 from biasflash.cli.rows import Cell, Row
 from biasflash.testing.case import Bias, Call, Case, Ceilings, Mask, floor_ms
 from biasflash.testing.cases import WORKLOADS
@@ -774,6 +774,15 @@ def test_compiling_ahead_is_part_of_the_budget(command: typer.Typer, monkeypatch
     assert "compiled ahead: 3 calls" in result.output
     assert start + 10.0 <= until[0] <= start + 10.0 + took
     assert start + 30.0 <= deadlines[0] <= start + 30.0 + took - 0.5
+
+
+def test_portable_kernels_are_held_against_peers_and_are_none() -> None:
+    case = "bias-full-d64-2k"
+    found = [made_up(case, OURS, 1.0, 4.0), made_up(case, PORTABLE, 1.25, 5.0), made_up(case, "flex", 2.0, 10.0)]
+    assert tables.best_peer(tables.by_case(found)[case], "fwd") == ("flex", 2.0)
+    published = summary.Published(facts={}, rows=found)
+    (line,) = [x for x in summary.portable(published).splitlines() if case in x]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["1.250", "0.80", "1.60", "5.000", "0.80", "2.00"]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ class Provider:
 
 #: The name of this library among its rivals.
 OURS = "biasflash"
+#: Its portable kernels, where others are the default: no rival.
+PORTABLE = "biasflash-triton"
 #: In the order they run in: when time runs out, the last ones go without.
 PROVIDERS: dict[str, Provider] = {}
 
@@ -132,6 +134,22 @@ def prepare_biasflash(call: Call) -> Attend:
 
     def attend() -> Tensor:
         out = biasflash.attention(q, k, v, bias, mask, causal=causal, scale=scale)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def prepare_portable(call: Call) -> Attend:
+    """The backend ``triton`` where the library would take another one on this GPU."""
+    options: dict[str, Any] = {"causal": call.causal, "scale": call.scale}
+    given = call.q, call.k, call.v, call.bias or None, call.mask or None
+    chosen = biasflash.explain(*given, **options).backend
+    if chosen == "triton":
+        raise Refused(f"as {OURS}, which takes these kernels here")
+
+    def attend() -> Tensor:
+        out = biasflash.attention(*given, **options, backend="triton")
         assert isinstance(out, Tensor)
         return out
 
@@ -314,6 +332,7 @@ def prepare_cudnn_frontend(call: Call) -> Attend:
 
 for _provider in (
     Provider(name=OURS, prepare=prepare_biasflash, needs_cuda=False, summary="this library"),
+    Provider(name=PORTABLE, prepare=prepare_portable, needs_cuda=True, summary="its portable kernels"),
     Provider(name="sdpa-cudnn", prepare=prepare_sdpa_cudnn, needs_cuda=True, summary="torch SDPA, cuDNN"),
     Provider(name="sdpa-flash", prepare=prepare_sdpa_flash, needs_cuda=False, summary="torch SDPA, FlashAttention"),
     Provider(name="sdpa-efficient", prepare=prepare_sdpa_efficient, needs_cuda=True, summary="torch SDPA, CUTLASS"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from biasflash.cli import charts, support
-from biasflash.cli.providers import OURS, PROVIDERS
+from biasflash.cli.providers import OURS, PORTABLE, PROVIDERS
 from biasflash.cli.rows import MODES, NO_TIME, OK, Cell, Row
 from biasflash.cli.tables import advantage, best_peer, by_case, milliseconds, shown_providers, speed
 from biasflash.testing.case import Case
@@ -197,6 +197,21 @@ def both(found: Published) -> str:
     return _table((*times, "out + gradients, MiB", "our peak, MiB", "its peak, MiB"), rows, left=2)
 
 
+def portable(found: Published) -> str:
+    """The portable kernels where others are the default, and how they stand to those and to the best peer."""
+    lines = []
+    for name, of in found.cases.items():
+        cells = [f"`{name}`"]
+        for mode in MODES:
+            ms, own, gain = speed(of.get(PORTABLE), mode), speed(of.get(OURS), mode), advantage(of, PORTABLE, mode)
+            cells += [milliseconds(ms) if ms else "-", f"{own / ms:.2f}" if ms and own else "-"]
+            cells.append(f"{gain:.2f}" if gain else "-")
+        if any(cell != "-" for cell in cells[1:]):
+            lines.append(cells)
+    header = ("`triton`", "forward, ms", "to default", "to peer", "forward + backward, ms", "to default", "to peer")
+    return _table(header, lines)
+
+
 def machine(found: Published) -> str:
     """Where and when it was measured, and what that machine does at best."""
     facts, top = found.facts, found.facts["ceilings"]
@@ -235,6 +250,8 @@ def holes(found: Published) -> str:
     """Every figure that is missing though the provider is installed: refusals, wrong results, a used-up budget."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for row in found.rows:
+        if row.provider == PORTABLE:  # it has a table of its own
+            continue
         bad = {mode: cell for mode, cell in row.cells.items() if cell.status != OK}
         for cell in dict.fromkeys((cell.status, cell.reason) for cell in bad.values()):
             modes = [mode for mode, other in bad.items() if (other.status, other.reason) == cell]
@@ -258,12 +275,13 @@ def headline(found: Published) -> str:
     gpu = found.facts["machine"]["gpu"]
     untimed = {row.case for row in found.rows if row.provider == "flex" and row.cells["fwdbwd"].status == NO_TIME}
     workloads_without = f"{len(untimed)} workload{'' if len(untimed) == 1 else 's'}"
+    fa4 = ", FlashAttention 4" if any(speed(of.get("fa4"), "fwd") for of in found.cases.values()) else ""
     hole = f", which got no figure on {workloads_without}" if untimed else ""
     text = (
         f"On one {gpu}, biasflash is at least level with the fastest peer **with a bias or a mask** in "
         f"{_standing(found, True, 'fwd')} and {_standing(found, True, 'fwdbwd')}; "
-        f"**without**, in {_standing(found, False, 'fwd')} and {_standing(found, False, 'fwdbwd')}: there cuDNN is the "
-        "better choice. Peers are torch's SDPA kernels, cuDNN graphs, plain PyTorch and FlexAttention"
+        f"**without**, in {_standing(found, False, 'fwd')} and {_standing(found, False, 'fwdbwd')}. "
+        f"Peers are torch's SDPA kernels, cuDNN graphs{fa4}, plain PyTorch and FlexAttention"
         f"{hole}. [All figures, and where it is slower](docs/benchmarks.md)."
     )
     picture = f"![Speed on one {gpu} against the fastest peer](docs/bench-ratio.png)"
@@ -278,6 +296,7 @@ BLOCKS: dict[str, Callable[[Published], str]] = {
     "bench-workloads": workloads,
     "bench-fwd": forward,
     "bench-fwdbwd": both,
+    "bench-portable": portable,
     "bench-misses": misses,
     "bench-holes": holes,
 }

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from biasflash.cli.providers import OURS
+from biasflash.cli.providers import OURS, PORTABLE
 from biasflash.cli.rows import NEEDS_CUDA, NOT_INSTALLED, OK, RED, Cell, Row
 
 TITLES = {"fwd": "forward", "fwdbwd": "forward + backward, every gradient"}
@@ -38,7 +38,7 @@ def speed(row: Row | None, mode: str) -> float | None:
 
 def best_peer(case_rows: dict[str, Row], mode: str) -> tuple[str, float] | None:
     """Name and median of the fastest green provider that is not this library."""
-    timed = {name: speed(row, mode) for name, row in case_rows.items() if name != OURS}
+    timed = {name: speed(row, mode) for name, row in case_rows.items() if name not in (OURS, PORTABLE)}
     known = {name: ms for name, ms in timed.items() if ms is not None}
     return min(known.items(), key=lambda item: item[1]) if known else None
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 
 from biasflash.cli import rows
-from biasflash.cli.providers import OURS, PROVIDERS
+from biasflash.cli.providers import OURS, PORTABLE, PROVIDERS
 from biasflash.testing.case import Case
 
 #: providers that compile kernels at their first call
-COMPILING = ("flex", OURS)
+COMPILING = ("flex", OURS, PORTABLE)
 #: what one process may need: a CUDA context, inputs, results and gradients of the largest workload
 PROCESS_BYTES = 8 * 2**30
 
