@@ -19,11 +19,27 @@ def line_of(b0, b1, mask):
 
 
 @jit
+def item_line(b, inner, mask):
+    """``line_of`` batch item ``b`` of all; ``inner``: size of the second batch axis."""
+    b0 = b // inner
+    return line_of(b0, b - b0 * inner, mask)
+
+
+@jit
 def last_key(line, N, mask):
     """The end of the last tile of 64 keys in which one is visible, N at most; 0 where none is."""
     _caps, spans_ptr, pitch, _, _ = mask
     tiles = gl.load(spans_ptr + line.to(gl.int64) * (pitch // MARK + 1)).to(gl.int32)
     return gl.minimum(tiles * MARK, N)
+
+
+@jit
+def last_key_of(b, inner, N, mask, ROWS: gl.constexpr):
+    """The largest ``last_key`` of ROWS batch items from ``b`` on."""
+    last = last_key(item_line(b, inner, mask), N, mask)
+    for g in gl.static_range(1, ROWS):
+        last = gl.maximum(last, last_key(item_line(b + g, inner, mask), N, mask))
+    return last
 
 
 @jit
