@@ -4,7 +4,8 @@ A bias tile that does not change over the pairs ``(batch item, head)`` sharing i
 
     dbias = exp(bias - r) * sum over pairs of exp(s + r - lse) * (dp - delta),   r = row maximum of the bias tile,
 
-so the loop over pairs meets neither the bias nor a mask: two FMA, one addition and one exponential a score. Sums stay
+so the loop over pairs meets neither the bias nor what hides entries for all pairs alike: two FMA, one addition and one
+exponential a score, and a minimum where every batch item has a mask of keys of its own. Sums stay
 in float32 registers and are added in a fixed order. The factored sum overflows where logits of one row spread by more
 than about 88 within the tile; every program says in a flag whether all its sums can be believed.
 
@@ -15,7 +16,8 @@ Operands change with every pair, so that reading them from the L2 cache sets the
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_load, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
-from biasflash.backends.hopper.owner_tiles import BLOCK_M, pairs_of, place_tile, split_index, visible
+from biasflash.backends.hopper.marks import copied_blank, is_whole, last_key, line_of
+from biasflash.backends.hopper.owner_tiles import BLOCK_M, pairs_of, pairs_seen, place_tile, split_index, visible
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 
 HALF_M = gl.constexpr(64)
@@ -110,9 +112,25 @@ def statistics(buffers, slot, top, w: gl.constexpr, S: gl.constexpr):
 
 
 @jit
+def caps_of(buffers, slot, c: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, S: gl.constexpr):
+    """What the scores of chunk ``c`` of a pair's keys are cut to."""
+    caps = buffers[7].index(slot).reshape([BLOCK_N * CHUNKS_N])
+    return caps.slice(c * BLOCK_N, BLOCK_N).load(gl.SliceLayout(0, S))
+
+
+@jit
+def weights(s, unit, lift, caps, HAS_KEEP: gl.constexpr):
+    """``exp2(s unit + lift)``, 0 for hidden keys whatever their scores are."""
+    y = s * unit + lift[:, None]
+    if HAS_KEEP:
+        y = gl.minimum(y, caps[None, :])
+    return gl.exp2(y)
+
+
+@jit
 def add_pair(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
              BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-             PARTS: gl.constexpr, EARLY: gl.constexpr, S: gl.constexpr):  # fmt: skip
+             PARTS: gl.constexpr, EARLY: gl.constexpr, HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """Add pair ``used`` of the ring to the sums ``acc`` (one tile a key chunk).
 
     Keys come in PARTS, in their own ring unless that is 1. EARLY: exponentials run under the product ``dout v'``.
@@ -131,12 +149,17 @@ def add_pair(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.
         if PARTS > 1 and c % EACH == 0:
             wait_full(keys_full, part, KEY_STAGES)
         s, dp = issue(q, dout, buffers, key_slot, c % EACH * BLOCK_N, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
+        caps = lift
+        if HAS_KEEP:
+            caps = caps_of(buffers, slot, c, BLOCK_N, CHUNKS_N, S)
         # Statistics are operands of the wait: they are in registers when the slot is handed back.
         if EARLY:
             s, lift = mma_wait(1, deps=(s, lift))
-            p = gl.exp2(s * unit + lift[:, None])
+            p = weights(s, unit, lift, caps, HAS_KEEP)
             wait_full(full, used, STAGES)  # long over; a spin loop, as ptxas moves the wait below over exponentials
             dp, delta, p = mma_wait(0, deps=(dp, delta, p))
+        elif HAS_KEEP:
+            s, dp, lift, delta, caps = mma_wait(0, deps=(s, dp, lift, delta, caps))
         else:
             s, dp, lift, delta = mma_wait(0, deps=(s, dp, lift, delta))
         if PARTS > 1 and (c + 1) % EACH == 0:
@@ -144,7 +167,7 @@ def add_pair(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.
         if c + 1 == CHUNKS_N:
             hand_back(empty, used, STAGES)
         if not EARLY:
-            p = gl.exp2(s * unit + lift[:, None])
+            p = weights(s, unit, lift, caps, HAS_KEEP)
         acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
     return acc
 
@@ -152,7 +175,7 @@ def add_pair(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.
 @jit
 def add_pair_deep(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
                   BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr,
-                  S: gl.constexpr):  # fmt: skip
+                  HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """``add_pair`` where the next chunk's products go out before this one is touched.
 
     None is in flight at the end, or ptxas would serialise them all.
@@ -168,13 +191,18 @@ def add_pair_deep(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK
     for c in gl.static_range(CHUNKS_N):
         if c + 1 < CHUNKS_N:
             s_next, dp_next = issue(q, dout, buffers, slot, (c + 1) * BLOCK_N, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
-        if IN_REGISTERS:
+        caps = lift
+        if HAS_KEEP:
+            caps = caps_of(buffers, slot, c, BLOCK_N, CHUNKS_N, S)
+        if HAS_KEEP:
+            s, dp, lift, delta, caps = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta, caps))
+        elif IN_REGISTERS:
             s, dp, lift, delta, q, dout = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta, q, dout))
         else:
             s, dp, lift, delta = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta))
         if c + 1 == CHUNKS_N:
             hand_back(empty, used, STAGES)
-        p = gl.exp2(s * unit + lift[:, None])
+        p = weights(s, unit, lift, caps, HAS_KEEP)
         acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
         if c + 1 < CHUNKS_N:
             s, dp = s_next, dp_next
@@ -207,22 +235,83 @@ def check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N: gl.constex
 
 
 @jit
-def copy_operands(descs, moves, buffers, rings, bias_bars, sizes, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-                  KEY_STAGES: gl.constexpr, PARTS: gl.constexpr, BIAS_SLOTS: gl.constexpr, OWNS: gl.constexpr,
-                  IS_CAUSAL: gl.constexpr):  # fmt: skip
-    """The copying warp: for every item its bias tile, then the operands of its pairs."""
-    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc = descs
-    q_moves, dout_moves, k_moves, v_moves, bias_moves = moves
-    q_tiles, dout_tiles, k_tiles, v_tiles, bias_tiles, reference_rows, delta_rows = buffers
+def copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, row0, col0, sizes, mask,
+              BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+              PARTS: gl.constexpr, HAS_KEEP: gl.constexpr):  # fmt: skip
+    """Copy the operands of one pair; returns ``landed``, the copies so far whose hidden values were blanked.
+
+    Those are announced to the barrier behind the ring's, whose only reader is this warp.
+    """
+    q_desc, dout_desc, k_desc, v_desc, _, reference_desc, delta_desc, caps_desc = descs
+    q_moves, dout_moves, k_moves, v_moves, _ = moves
+    q_tiles, dout_tiles, k_tiles, v_tiles, _, reference_rows, delta_rows, caps_rows = buffers
     full, empty, keys_full, keys_empty = rings
-    bias_full, bias_empty = bias_bars
-    items, M, N, n1, heads, group, owners, shared, chunk, shift = sizes
+    _, _, _, n1, heads, group, _, _, _, _ = sizes
+    KEYS: gl.constexpr = BLOCK // PARTS
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
     row_bytes: gl.constexpr = (
         q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * reference_desc.block_type.nbytes
     )
+    caps_bytes: gl.constexpr = caps_desc.block_type.nbytes if HAS_KEEP else 0
+    slot = used % STAGES
+    ready = slot
+    if HAS_KEEP and PARTS == 1:
+        ready = gl.where(is_whole(line, col0, mask, BLOCK), slot, STAGES)
+    bar = full.index(ready)
+    row_line = (b0 * n1 + b1) * heads + head
+    wait_empty(empty, used, STAGES)
+    mbarrier.expect(bar, row_bytes + caps_bytes + (key_bytes if PARTS == 1 else 0))
+    tma_load(q_desc, at(b0, b1, head, row0, 0, q_moves), bar, q_tiles.index(slot))
+    if PARTS == 1:
+        tma_load(k_desc, at(b0, b1, head // group, col0, 0, k_moves), bar, k_tiles.index(slot))
+    tma_load(dout_desc, at(b0, b1, head, row0, 0, dout_moves), bar, dout_tiles.index(slot))
+    if PARTS == 1:
+        tma_load(v_desc, at(b0, b1, head // group, col0, 0, v_moves), bar, v_tiles.index(slot))
+    tma_load(reference_desc, [row_line, row0], bar, reference_rows.index(slot))
+    tma_load(delta_desc, [row_line, row0], bar, delta_rows.index(slot))
+    if HAS_KEEP:
+        tma_load(caps_desc, [line, col0], bar, caps_rows.index(slot))
+    if HAS_KEEP and PARTS == 1:  # noqa: SIM102
+        if ready == STAGES:
+            v = v_tiles.index(slot).reshape([KEYS, DV_BLOCK])
+            copied_blank(full.index(STAGES), landed, v, line, col0, mask, full.index(slot), KEYS, DV_BLOCK)
+            landed += 1
+    if PARTS > 1:
+        for c in gl.static_range(PARTS):
+            part = used * PARTS + c
+            column = col0 + c * KEYS
+            key_slot = part % KEY_STAGES
+            ready = key_slot
+            if HAS_KEEP:
+                ready = gl.where(is_whole(line, column, mask, KEYS), key_slot, KEY_STAGES)
+            key_bar = keys_full.index(ready)
+            wait_empty(keys_empty, part, KEY_STAGES)
+            mbarrier.expect(key_bar, key_bytes)
+            tma_load(k_desc, at(b0, b1, head // group, column, 0, k_moves), key_bar, k_tiles.index(key_slot))
+            tma_load(v_desc, at(b0, b1, head // group, column, 0, v_moves), key_bar, v_tiles.index(key_slot))
+            if HAS_KEEP:  # noqa: SIM102
+                if ready == KEY_STAGES:
+                    v = v_tiles.index(key_slot).reshape([KEYS, DV_BLOCK])
+                    copied_blank(keys_full.index(KEY_STAGES), landed, v, line, column, mask, keys_full.index(key_slot),
+                                 KEYS, DV_BLOCK)  # fmt: skip
+                    landed += 1
+    return landed
+
+
+@jit
+def copy_operands(descs, moves, buffers, rings, bias_bars, sizes, mask, BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
+                  STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, PARTS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
+                  OWNS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_KEEP: gl.constexpr):  # fmt: skip
+    """The copying warp: for every item its bias tile, then the operands of its pairs.
+
+    HAS_KEEP: of those pairs that have a visible key from the tile's first column on.
+    """
+    bias_desc, bias_moves, bias_tiles = descs[4], moves[4], buffers[4]
+    bias_full, bias_empty = bias_bars
+    items, M, N, n1, heads, _, owners, shared, chunk, shift = sizes
     used = 0
     met = 0
+    landed = 0
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
         tile_m, tile_n, plane = place_tile(index, items, M, N, shift, BLOCK, IS_CAUSAL)
         row0, col0 = tile_m * BLOCK_M, tile_n * BLOCK
@@ -239,36 +328,25 @@ def copy_operands(descs, moves, buffers, rings, bias_bars, sizes, BLOCK: gl.cons
             mbarrier.arrive(bias_bar, count=1)
         for i in range(first, first + count):
             b0, b1, head = split_index(owner, i, n1, heads, OWNS)
-            slot, bar = used % STAGES, full.index(used % STAGES)
-            line = (b0 * n1 + b1) * heads + head
-            wait_empty(empty, used, STAGES)
-            mbarrier.expect(bar, row_bytes + (key_bytes if PARTS == 1 else 0))
-            tma_load(q_desc, at(b0, b1, head, row0, 0, q_moves), bar, q_tiles.index(slot))
-            if PARTS == 1:
-                tma_load(k_desc, at(b0, b1, head // group, col0, 0, k_moves), bar, k_tiles.index(slot))
-            tma_load(dout_desc, at(b0, b1, head, row0, 0, dout_moves), bar, dout_tiles.index(slot))
-            if PARTS == 1:
-                tma_load(v_desc, at(b0, b1, head // group, col0, 0, v_moves), bar, v_tiles.index(slot))
-            tma_load(reference_desc, [line, row0], bar, reference_rows.index(slot))
-            tma_load(delta_desc, [line, row0], bar, delta_rows.index(slot))
-            if PARTS > 1:
-                for c in gl.static_range(PARTS):
-                    part = used * PARTS + c
-                    key_slot, key_bar = part % KEY_STAGES, keys_full.index(part % KEY_STAGES)
-                    column = col0 + c * (BLOCK // PARTS)
-                    wait_empty(keys_empty, part, KEY_STAGES)
-                    mbarrier.expect(key_bar, key_bytes)
-                    tma_load(k_desc, at(b0, b1, head // group, column, 0, k_moves), key_bar, k_tiles.index(key_slot))
-                    tma_load(v_desc, at(b0, b1, head // group, column, 0, v_moves), key_bar, v_tiles.index(key_slot))
-            used += 1
+            if HAS_KEEP:
+                line = line_of(b0, b1, mask)
+                if col0 < last_key(line, N, mask):
+                    landed = copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, row0, col0,
+                                       sizes, mask, BLOCK, DV_BLOCK, STAGES, KEY_STAGES, PARTS, True)  # fmt: skip
+                    used += 1
+            else:
+                copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, head, row0, col0, sizes, mask,
+                          BLOCK, DV_BLOCK, STAGES, KEY_STAGES, PARTS, False)  # fmt: skip
+                used += 1
         met += 1  # noqa: SIM113
 
 
 @jit
-def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK: gl.constexpr,
+def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK: gl.constexpr,
               DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr,
               KEY_STAGES: gl.constexpr, PARTS: gl.constexpr, BIAS_SLOTS: gl.constexpr, DEEP: gl.constexpr,
-              ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+              ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr,
+              HAS_KEEP: gl.constexpr):  # fmt: skip
     """Consumer warpgroup ``w``: the 64 queries from ``64 w`` on of every tile."""
     BLOCK: gl.constexpr = BLOCK_N * CHUNKS_N
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -282,7 +360,9 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
         tile_m, tile_n, plane = place_tile(index, items, M, N, shift, BLOCK, IS_CAUSAL)
         row0, col0 = tile_m * BLOCK_M, tile_n * BLOCK
-        _, _, count = pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL)
+        owner, first, count = pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL)
+        if HAS_KEEP:
+            count = pairs_seen(owner, first, count, col0, n1, heads, mask, OWNS)
         row = row0 + w * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, S))
         edge = (col0 + BLOCK > N) | (row0 + BLOCK_M > M)
         if IS_CAUSAL:
@@ -298,12 +378,12 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
             if DEEP % 2 == 1:
                 for _i in range(count):
                     acc = add_pair_deep(acc, top, used, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                                        STAGES, DEEP == 3, S)  # fmt: skip
+                                        STAGES, DEEP == 3, HAS_KEEP, S)  # fmt: skip
                     used += 1
             else:
                 for _i in range(count):
                     acc = add_pair(acc, top, used, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                                   STAGES, KEY_STAGES, PARTS, DEEP == 2, S)  # fmt: skip
+                                   STAGES, KEY_STAGES, PARTS, DEEP == 2, HAS_KEEP, S)  # fmt: skip
                     used += 1
             acc, flag = check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
             raised = gl.maximum(raised, flag)
@@ -330,20 +410,24 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
 
 
 @jit(do_not_specialize=["q_moves", "dout_moves", "k_moves", "v_moves", "bias_moves", "n0", "n1", "items", "M", "N",
-                        "heads", "group", "owners", "shared", "chunk", "shift", "scale"])  # fmt: skip
+                        "heads", "group", "owners", "shared", "chunk", "shift", "scale", "caps_pitch", "line_0",
+                        "line_1"])  # fmt: skip
 def dbias_kernel(
-    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dbias_desc, partial_ptr, flag_ptr,
+    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dbias_desc, caps_desc, partial_ptr,
+    flag_ptr, caps_ptr, spans_ptr,
     q_moves, dout_moves, k_moves, v_moves, bias_moves, n0, n1, items, M, N, heads, group, owners, shared, chunk, shift,
-    scale, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
+    scale, caps_pitch, line_0, line_1, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
     STAGES: gl.constexpr, DEEP: gl.constexpr, ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
     IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_KEEP: gl.constexpr,
 ):  # fmt: skip
     """dbias tile [128, BLOCK_N * CHUNKS_N] = sum of ds over the pairs (batch item, head) that share it.
 
     Axes ``(b0, b1, head)`` have sizes ``(n0, n1, heads)``; OWNS marks those that the bias varies along, ``owners`` and
     ``shared`` are the products of the sizes of those and of the others. ``bias_moves`` has no bit of shared axes and
     also serves ``dbias_desc``. Blocks: q and dout 128 rows; k and v as many rows as a tile has columns, or an even part
-    of these that holds whole chunks; bias and dbias [64, columns], statistics [1, 128].
+    of these that holds whole chunks; bias and dbias [64, columns], statistics [1, 128]. HAS_KEEP: a mask of keys, see
+    ``marks``; ``caps`` are then its lines [1, columns].
 
     DEEP: 0 nothing overlaps within a warpgroup; 1 products of the next chunk of keys are under way, 3 these with q and
     dout in registers; 2 exponentials run under the product ``dout v'``. Keys in parts: 0 or 2. ROWS is 1.
@@ -355,7 +439,9 @@ def dbias_kernel(
     """
     PARTS: gl.constexpr = BLOCK_N * CHUNKS_N // k_desc.block_type.shape[3]
     gl.static_assert(CHUNKS_N % PARTS == 0 and (PARTS == 1 or DEEP % 2 == 0) and ROWS == 1)
-    row_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * delta_desc.block_type.nbytes
+    caps_bytes: gl.constexpr = caps_desc.block_type.nbytes if HAS_KEEP else 0
+    rows_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * delta_desc.block_type.nbytes
+    row_bytes: gl.constexpr = rows_bytes + caps_bytes
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
     bias_bytes: gl.constexpr = 2 * bias_desc.block_type.nbytes
     LEFT: gl.constexpr = SHARED_MEMORY - 512 - STAGES * row_bytes - bias_bytes  # 512 for barriers and alignment
@@ -367,23 +453,33 @@ def dbias_kernel(
         slots(q_desc, STAGES), slots(dout_desc, STAGES), slots(k_desc, KEY_STAGES), slots(v_desc, KEY_STAGES),
         slots(bias_desc, 2 * BIAS_SLOTS), slots(reference_desc, STAGES), slots(delta_desc, STAGES),
     )  # fmt: skip
-    rings = (ring_barriers(STAGES), ring_barriers(STAGES), ring_barriers(KEY_STAGES), ring_barriers(KEY_STAGES))
+    caps = buffers[6]
+    if HAS_KEEP:
+        caps = slots(caps_desc, STAGES)
+    buffers = buffers + (caps,)  # noqa: RUF005
+    # One more for copies that are not ready when they have landed.
+    FULL: gl.constexpr = STAGES + (1 if HAS_KEEP and PARTS == 1 else 0)
+    KEYS_FULL: gl.constexpr = KEY_STAGES + (1 if HAS_KEEP and PARTS > 1 else 0)
+    rings = (ring_barriers(FULL), ring_barriers(STAGES), ring_barriers(KEYS_FULL), ring_barriers(KEY_STAGES))
+    if HAS_KEEP:
+        mbarrier.init(rings[0].index(STAGES) if PARTS == 1 else rings[2].index(KEY_STAGES), count=1)
     bias_bars = (ring_barriers(BIAS_SLOTS), ring_barriers(BIAS_SLOTS))
     start_ring(rings[0], rings[1], STAGES, 2)
     start_ring(rings[2], rings[3], KEY_STAGES, 2)
     start_ring(bias_bars[0], bias_bars[1], BIAS_SLOTS, 2)
     fence_async_shared()
 
-    descs = (q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc)
+    descs = (q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, caps_desc)
     moves = (q_moves, dout_moves, k_moves, v_moves, bias_moves)
     outs = (dbias_desc, bias_moves, partial_ptr, flag_ptr)
     sizes = (items, M, N, n1, heads, group, owners, shared, chunk, shift)
+    mask = (caps_ptr, spans_ptr, caps_pitch, line_0, line_1)
     unit = scale * LOG2E
     gl.warp_specialize([
-        (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, STAGES,
-                     KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL)),
-        (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, STAGES,
-                     KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL)),
-        (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, BLOCK_N * CHUNKS_N, STAGES, KEY_STAGES, PARTS,
-                         BIAS_SLOTS, OWNS, IS_CAUSAL)),
+        (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
+                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
+        (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
+                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
+        (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, mask, BLOCK_N * CHUNKS_N, DV_BLOCK, STAGES,
+                         KEY_STAGES, PARTS, BIAS_SLOTS, OWNS, IS_CAUSAL, HAS_KEEP)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

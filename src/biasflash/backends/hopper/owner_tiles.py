@@ -1,6 +1,7 @@
 """Where the items of the owner kernel lie: tiles of the bias gradient, and the pairs whose sum they take."""
 
 from biasflash.backends.hopper.gluon import gl, jit
+from biasflash.backends.hopper.marks import MARK, line_of
 
 BLOCK_M = gl.constexpr(128)  # queries of a tile, 64 for each of the two consumer warpgroups
 
@@ -85,6 +86,24 @@ def pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL: gl.c
         if col0 > gl.minimum(row0 + BLOCK_M, M) - 1 + shift:
             count = count * 0
     return plane - part * owners, first, count
+
+
+@jit
+def pairs_seen(owner, first, count, col0, n1, heads, mask, OWNS: gl.constexpr):
+    """How many of the ``count`` pairs have a visible key from column ``col0`` on; called by a warpgroup.
+
+    The copying warp asks the same for each pair (``marks.last_key``) and leaves the others out.
+    """
+    _caps, spans_ptr, pitch, _, _ = mask
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    seen = count * 0
+    for start in range(first, first + count, 128):
+        item = start + gl.arange(0, 128, L)
+        b0, b1, _head = split_index(owner, item, n1, heads, OWNS)
+        span = spans_ptr + (line_of(b0, b1, mask) + item * 0).to(gl.int64) * (pitch // MARK + 1)
+        tiles = gl.load(span, mask=item < first + count, other=0.0).to(gl.int32)
+        seen += gl.sum((tiles * MARK > col0).to(gl.int32), 0)
+    return seen
 
 
 @jit
