@@ -16,8 +16,8 @@ Operands change with every pair, so that reading them from the L2 cache sets the
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_load, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
-from biasflash.backends.hopper.marks import copied_blank, is_whole, last_key, line_of
-from biasflash.backends.hopper.owner_tiles import BLOCK_M, pairs_of, pairs_seen, place_tile, split_index, visible
+from biasflash.backends.hopper.marks import MARK, copied_blank, is_whole, last_key, line_of
+from biasflash.backends.hopper.owner_tiles import BLOCK_M, pairs_of, pairs_seen, place_tile, seen_pair, split_index, visible
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 
 HALF_M = gl.constexpr(64)
@@ -112,23 +112,29 @@ def statistics(buffers, slot, top, w: gl.constexpr, S: gl.constexpr):
 
 
 @jit
-def caps_of(buffers, slot, c: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, S: gl.constexpr):
-    """What the scores of chunk ``c`` of a pair's keys are cut to."""
-    caps = buffers[7].index(slot).reshape([BLOCK_N * CHUNKS_N])
-    return caps.slice(c * BLOCK_N, BLOCK_N).load(gl.SliceLayout(0, S))
+def caps_of(caps, slot, start: gl.constexpr, BLOCK_N: gl.constexpr, KEYS: gl.constexpr, PARTS: gl.constexpr,
+            S: gl.constexpr):  # fmt: skip
+    """What a pair's scores of the keys from ``start`` on are cut to.
+
+    ``caps``: a ring of all KEYS of a tile; if these come in parts, nothing fits beside them and it is a pointer.
+    """
+    if PARTS == 1:
+        return caps.index(slot).reshape([KEYS]).slice(start, BLOCK_N).load(gl.SliceLayout(0, S))
+    else:
+        return gl.load(caps + start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)))
 
 
 @jit
-def weights(s, unit, lift, caps, HAS_KEEP: gl.constexpr):
+def weights(s, unit, lift, limit, HAS_KEEP: gl.constexpr):
     """``exp2(s unit + lift)``, 0 for hidden keys whatever their scores are."""
     y = s * unit + lift[:, None]
     if HAS_KEEP:
-        y = gl.minimum(y, caps[None, :])
+        y = gl.minimum(y, limit[None, :])
     return gl.exp2(y)
 
 
 @jit
-def add_pair(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
+def add_pair(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
              BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
              PARTS: gl.constexpr, EARLY: gl.constexpr, HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """Add pair ``used`` of the ring to the sums ``acc`` (one tile a key chunk).
@@ -149,31 +155,33 @@ def add_pair(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.
         if PARTS > 1 and c % EACH == 0:
             wait_full(keys_full, part, KEY_STAGES)
         s, dp = issue(q, dout, buffers, key_slot, c % EACH * BLOCK_N, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
-        caps = lift
+        limit = lift
         if HAS_KEEP:
-            caps = caps_of(buffers, slot, c, BLOCK_N, CHUNKS_N, S)
+            limit = caps_of(caps, slot, c * BLOCK_N, BLOCK_N, BLOCK_N * CHUNKS_N, PARTS, S)
         # Statistics are operands of the wait: they are in registers when the slot is handed back.
         if EARLY:
             s, lift = mma_wait(1, deps=(s, lift))
-            p = weights(s, unit, lift, caps, HAS_KEEP)
+            p = weights(s, unit, lift, limit, HAS_KEEP)
             wait_full(full, used, STAGES)  # long over; a spin loop, as ptxas moves the wait below over exponentials
             dp, delta, p = mma_wait(0, deps=(dp, delta, p))
-        elif HAS_KEEP:
-            s, dp, lift, delta, caps = mma_wait(0, deps=(s, dp, lift, delta, caps))
         else:
             s, dp, lift, delta = mma_wait(0, deps=(s, dp, lift, delta))
         if PARTS > 1 and (c + 1) % EACH == 0:
             hand_back(keys_empty, part, KEY_STAGES)
+        if not EARLY and HAS_KEEP:
+            p = weights(s, unit, lift, limit, True)
+            if PARTS == 1:
+                dp, p = mma_wait(0, deps=(dp, p))  # long over: the weights, and so their limits, are in registers
         if c + 1 == CHUNKS_N:
             hand_back(empty, used, STAGES)
-        if not EARLY:
-            p = weights(s, unit, lift, caps, HAS_KEEP)
+        if not EARLY and not HAS_KEEP:
+            p = weights(s, unit, lift, limit, False)
         acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
     return acc
 
 
 @jit
-def add_pair_deep(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
+def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
                   BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr,
                   HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """``add_pair`` where the next chunk's products go out before this one is touched.
@@ -191,18 +199,19 @@ def add_pair_deep(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK
     for c in gl.static_range(CHUNKS_N):
         if c + 1 < CHUNKS_N:
             s_next, dp_next = issue(q, dout, buffers, slot, (c + 1) * BLOCK_N, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
-        caps = lift
-        if HAS_KEEP:
-            caps = caps_of(buffers, slot, c, BLOCK_N, CHUNKS_N, S)
-        if HAS_KEEP:
-            s, dp, lift, delta, caps = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta, caps))
-        elif IN_REGISTERS:
+        if IN_REGISTERS:
             s, dp, lift, delta, q, dout = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta, q, dout))
         else:
             s, dp, lift, delta = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta))
-        if c + 1 == CHUNKS_N:
+        limit = lift
+        if HAS_KEEP:
+            limit = caps_of(caps, slot, c * BLOCK_N, BLOCK_N, KEYS, 1, S)
+        if not HAS_KEEP and c + 1 == CHUNKS_N:
             hand_back(empty, used, STAGES)
-        p = weights(s, unit, lift, caps, HAS_KEEP)
+        p = weights(s, unit, lift, limit, HAS_KEEP)
+        if HAS_KEEP and c + 1 == CHUNKS_N:
+            dp, p = mma_wait(0, deps=(dp, p))  # long over: the weights, and so their limits, are in registers
+            hand_back(empty, used, STAGES)
         acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
         if c + 1 < CHUNKS_N:
             s, dp = s_next, dp_next
@@ -248,11 +257,11 @@ def copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, ro
     full, empty, keys_full, keys_empty = rings
     _, _, _, n1, heads, group, _, _, _, _ = sizes
     KEYS: gl.constexpr = BLOCK // PARTS
+    caps_bytes: gl.constexpr = caps_desc.block_type.nbytes if HAS_KEEP and PARTS == 1 else 0
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
     row_bytes: gl.constexpr = (
         q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * reference_desc.block_type.nbytes
     )
-    caps_bytes: gl.constexpr = caps_desc.block_type.nbytes if HAS_KEEP else 0
     slot = used % STAGES
     ready = slot
     if HAS_KEEP and PARTS == 1:
@@ -269,9 +278,8 @@ def copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, ro
         tma_load(v_desc, at(b0, b1, head // group, col0, 0, v_moves), bar, v_tiles.index(slot))
     tma_load(reference_desc, [row_line, row0], bar, reference_rows.index(slot))
     tma_load(delta_desc, [row_line, row0], bar, delta_rows.index(slot))
-    if HAS_KEEP:
+    if HAS_KEEP and PARTS == 1:
         tma_load(caps_desc, [line, col0], bar, caps_rows.index(slot))
-    if HAS_KEEP and PARTS == 1:  # noqa: SIM102
         if ready == STAGES:
             v = v_tiles.index(slot).reshape([KEYS, DV_BLOCK])
             copied_blank(full.index(STAGES), landed, v, line, col0, mask, full.index(slot), KEYS, DV_BLOCK)
@@ -377,13 +385,22 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, uni
             top = bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
             if DEEP % 2 == 1:
                 for _i in range(count):
-                    acc = add_pair_deep(acc, top, used, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                                        STAGES, DEEP == 3, HAS_KEEP, S)  # fmt: skip
+                    acc = add_pair_deep(acc, top, used, unit, buffers[7], buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N,
+                                        CHUNKS_N, STAGES, DEEP == 3, HAS_KEEP, S)  # fmt: skip
+                    used += 1
+            elif HAS_KEEP and PARTS > 1:
+                item = first
+                for _i in range(count):
+                    item, line = seen_pair(item, owner, col0, n1, heads, N, mask, OWNS)
+                    caps = mask[0] + line.to(gl.int64) * (mask[2] // MARK) * MARK + col0  # aligned, as it says
+                    acc = add_pair(acc, top, used, unit, caps, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
+                                   STAGES, KEY_STAGES, PARTS, DEEP == 2, True, S)  # fmt: skip
+                    item += 1
                     used += 1
             else:
                 for _i in range(count):
-                    acc = add_pair(acc, top, used, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                                   STAGES, KEY_STAGES, PARTS, DEEP == 2, HAS_KEEP, S)  # fmt: skip
+                    acc = add_pair(acc, top, used, unit, buffers[7], buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N,
+                                   CHUNKS_N, STAGES, KEY_STAGES, PARTS, DEEP == 2, HAS_KEEP, S)  # fmt: skip
                     used += 1
             acc, flag = check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
             raised = gl.maximum(raised, flag)
@@ -427,7 +444,7 @@ def dbias_kernel(
     ``shared`` are the products of the sizes of those and of the others. ``bias_moves`` has no bit of shared axes and
     also serves ``dbias_desc``. Blocks: q and dout 128 rows; k and v as many rows as a tile has columns, or an even part
     of these that holds whole chunks; bias and dbias [64, columns], statistics [1, 128]. HAS_KEEP: a mask of keys, see
-    ``marks``; ``caps`` are then its lines [1, columns].
+    ``marks``; ``caps`` are then its lines, as many columns as k has rows.
 
     DEEP: 0 nothing overlaps within a warpgroup; 1 products of the next chunk of keys are under way, 3 these with q and
     dout in registers; 2 exponentials run under the product ``dout v'``. Keys in parts: 0 or 2. ROWS is 1.
@@ -439,9 +456,8 @@ def dbias_kernel(
     """
     PARTS: gl.constexpr = BLOCK_N * CHUNKS_N // k_desc.block_type.shape[3]
     gl.static_assert(CHUNKS_N % PARTS == 0 and (PARTS == 1 or DEEP % 2 == 0) and ROWS == 1)
-    caps_bytes: gl.constexpr = caps_desc.block_type.nbytes if HAS_KEEP else 0
     rows_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * delta_desc.block_type.nbytes
-    row_bytes: gl.constexpr = rows_bytes + caps_bytes
+    row_bytes: gl.constexpr = rows_bytes + (caps_desc.block_type.nbytes if HAS_KEEP and PARTS == 1 else 0)
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
     bias_bytes: gl.constexpr = 2 * bias_desc.block_type.nbytes
     LEFT: gl.constexpr = SHARED_MEMORY - 512 - STAGES * row_bytes - bias_bytes  # 512 for barriers and alignment
@@ -454,7 +470,7 @@ def dbias_kernel(
         slots(bias_desc, 2 * BIAS_SLOTS), slots(reference_desc, STAGES), slots(delta_desc, STAGES),
     )  # fmt: skip
     caps = buffers[6]
-    if HAS_KEEP:
+    if HAS_KEEP and PARTS == 1:
         caps = slots(caps_desc, STAGES)
     buffers = buffers + (caps,)  # noqa: RUF005
     # One more for copies that are not ready when they have landed.

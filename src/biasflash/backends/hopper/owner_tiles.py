@@ -1,7 +1,7 @@
 """Where the items of the owner kernel lie: tiles of the bias gradient, and the pairs whose sum they take."""
 
 from biasflash.backends.hopper.gluon import gl, jit
-from biasflash.backends.hopper.marks import MARK, line_of
+from biasflash.backends.hopper.marks import MARK, last_key, line_of
 
 BLOCK_M = gl.constexpr(128)  # queries of a tile, 64 for each of the two consumer warpgroups
 
@@ -95,7 +95,7 @@ def pairs_seen(owner, first, count, col0, n1, heads, mask, OWNS: gl.constexpr):
     The copying warp asks the same for each pair (``marks.last_key``) and leaves the others out.
     """
     _caps, spans_ptr, pitch, _, _ = mask
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # the same in every warp: a sum without shared memory
     seen = count * 0
     for start in range(first, first + count, 128):
         item = start + gl.arange(0, 128, L)
@@ -104,6 +104,18 @@ def pairs_seen(owner, first, count, col0, n1, heads, mask, OWNS: gl.constexpr):
         tiles = gl.load(span, mask=item < first + count, other=0.0).to(gl.int32)
         seen += gl.sum((tiles * MARK > col0).to(gl.int32), 0)
     return seen
+
+
+@jit
+def seen_pair(item, owner, col0, n1, heads, N, mask, OWNS: gl.constexpr):
+    """``(index, line of the mask)`` of the first pair from ``item`` on that ``pairs_seen`` counts; there is one."""
+    b0, b1, _head = split_index(owner, item, n1, heads, OWNS)
+    line = line_of(b0, b1, mask)
+    while col0 >= last_key(line, N, mask):
+        item += 1
+        b0, b1, _head = split_index(owner, item, n1, heads, OWNS)
+        line = line_of(b0, b1, mask)
+    return item, line
 
 
 @jit
