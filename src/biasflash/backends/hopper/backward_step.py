@@ -75,10 +75,9 @@ def work_item(
         start, full_start = query_span(own, M, shift, BLOCK, OWN, DEAL.IS_CAUSAL)
         tiles = gl.cdiv(gl.cdiv(M - start, BLOCK), TILES) * TILES
         masked = gl.minimum((full_start - start) // BLOCK, tiles)
-        if HAS_KEEP:
-            start = gl.where(own < last, start, gl.cdiv(M, BLOCK) * BLOCK)
-            tiles = gl.where(own < last, tiles, 0)
-            masked = gl.minimum(masked, tiles)
+        if HAS_KEEP:  # noqa: SIM102
+            if own >= last:
+                start, tiles, masked = gl.cdiv(M, BLOCK) * BLOCK, tiles * 0, masked * 0
     else:
         own = tile * OWN
         full_end, end = key_span(own, M, last, shift, OWN, BLOCK, DEAL.IS_CAUSAL)
