@@ -225,8 +225,8 @@ def consume(
                         met_row = start + j * BLOCK if KEYS else start - j * BLOCK
                         x_1, x_2 = run_round(
                             w, x_1, x_2, references, deltas, limits, own_at, met_use, bias_use, own_row, met_row, N,
-                            shift, scale, ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars, D, DV, BLOCK, ROWS, TILES,
-                            STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, phase == 0, AHEAD, KEEP, KEYS, STORE_DS,
+                            shift, scale, ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars, D, DV, BLOCK, ROWS,
+                            TILES, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, phase == 0, AHEAD, KEEP, KEYS, STORE_DS,
                             HAS_KEEP, S, P_1, P_2,
                         )  # fmt: skip
                         met_use += ROWS * TILES

@@ -5,22 +5,32 @@ A bias tile that does not change over the pairs ``(batch item, head)`` sharing i
     dbias = exp(bias - r) * sum over pairs of exp(s + r - lse) * (dp - delta),   r = row maximum of the bias tile,
 
 so the loop over pairs meets neither the bias nor what hides entries for all pairs alike: two FMA, one addition and one
-exponential a score, and a minimum where every batch item has a mask of keys of its own. Sums stay
-in float32 registers and are added in a fixed order. The factored sum overflows where logits of one row spread by more
-than about 88 within the tile; every program says in a flag whether all its sums can be believed.
+exponential a score, and a minimum where there is a mask of keys. Sums stay in float32 registers and are added in a
+fixed order. The factored sum overflows where logits of one row spread by more than about 88 within the tile; every
+program says in a flag whether all its sums can be believed.
 
 Operands change with every pair, so that reading them from the L2 cache sets the pace of wide heads: at D = 64 a tile of
 128 x 128 reads 4 bytes a score, one of 128 x 256 3 bytes.
 """
 
-from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_load, tma_store
+from biasflash.backends.hopper.backward_step import widen
+from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
-from biasflash.backends.hopper.marks import MARK, copied_blank, is_whole, last_key, line_of
-from biasflash.backends.hopper.owner_tiles import BLOCK_M, pairs_of, pairs_seen, place_tile, seen_pair, split_index, visible
-from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
+from biasflash.backends.hopper.marks import MARK
+from biasflash.backends.hopper.owner_tiles import (
+    BLOCK_M,
+    HALF_M,
+    copy_operands,
+    pairs_of,
+    pairs_seen,
+    place_tile,
+    seen_pair,
+    split_index,
+    visible,
+)
+from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_full
 
-HALF_M = gl.constexpr(64)
 LOG2E = gl.constexpr(1.4426950408889634)
 NEG_INF = gl.constexpr(float("-inf"))
 # A sum up to LARGE is right whatever its factor: where the factor is below SMALLEST and flushes to zero, the product
@@ -29,16 +39,6 @@ LARGE = gl.constexpr(2.0**90)
 SMALLEST = gl.constexpr(2.0**-126)
 FINITE = gl.constexpr(3.4028234663852886e38)
 SHARED_MEMORY = gl.constexpr(232448)  # bytes of one program
-
-
-@jit
-def widen(x):
-    """16 bits -> float32; bfloat16 two at a time, as the halves of a word are one shift and one mask away."""
-    if x.dtype == gl.bfloat16:
-        halves: gl.constexpr = "shl.b32 $0, $2, 16;\n\tand.b32 $1, $2, 0xffff0000;"
-        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-    else:
-        return x.to(gl.float32)
 
 
 @jit
@@ -181,9 +181,9 @@ def add_pair(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOC
 
 
 @jit
-def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
-                  BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr,
-                  HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
+def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr,
+                  DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr,
+                  IN_REGISTERS: gl.constexpr, HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """``add_pair`` where the next chunk's products go out before this one is touched.
 
     None is in flight at the end, or ptxas would serialise them all.
@@ -241,112 +241,6 @@ def check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N: gl.constex
             acc = with_entry(acc, c, gl.where(counts, acc[c], 0.0), CHUNKS_N)
         flag = gl.max(worst, 0).to(gl.float32)
     return acc, flag
-
-
-@jit
-def copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, row0, col0, sizes, mask,
-              BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-              PARTS: gl.constexpr, HAS_KEEP: gl.constexpr):  # fmt: skip
-    """Copy the operands of one pair; returns ``landed``, the copies so far whose hidden values were blanked.
-
-    Those are announced to the barrier behind the ring's, whose only reader is this warp.
-    """
-    q_desc, dout_desc, k_desc, v_desc, _, reference_desc, delta_desc, caps_desc = descs
-    q_moves, dout_moves, k_moves, v_moves, _ = moves
-    q_tiles, dout_tiles, k_tiles, v_tiles, _, reference_rows, delta_rows, caps_rows = buffers
-    full, empty, keys_full, keys_empty = rings
-    _, _, _, n1, heads, group, _, _, _, _ = sizes
-    KEYS: gl.constexpr = BLOCK // PARTS
-    caps_bytes: gl.constexpr = caps_desc.block_type.nbytes if HAS_KEEP and PARTS == 1 else 0
-    key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
-    row_bytes: gl.constexpr = (
-        q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * reference_desc.block_type.nbytes
-    )
-    slot = used % STAGES
-    ready = slot
-    if HAS_KEEP and PARTS == 1:
-        ready = gl.where(is_whole(line, col0, mask, BLOCK), slot, STAGES)
-    bar = full.index(ready)
-    row_line = (b0 * n1 + b1) * heads + head
-    wait_empty(empty, used, STAGES)
-    mbarrier.expect(bar, row_bytes + caps_bytes + (key_bytes if PARTS == 1 else 0))
-    tma_load(q_desc, at(b0, b1, head, row0, 0, q_moves), bar, q_tiles.index(slot))
-    if PARTS == 1:
-        tma_load(k_desc, at(b0, b1, head // group, col0, 0, k_moves), bar, k_tiles.index(slot))
-    tma_load(dout_desc, at(b0, b1, head, row0, 0, dout_moves), bar, dout_tiles.index(slot))
-    if PARTS == 1:
-        tma_load(v_desc, at(b0, b1, head // group, col0, 0, v_moves), bar, v_tiles.index(slot))
-    tma_load(reference_desc, [row_line, row0], bar, reference_rows.index(slot))
-    tma_load(delta_desc, [row_line, row0], bar, delta_rows.index(slot))
-    if HAS_KEEP and PARTS == 1:
-        tma_load(caps_desc, [line, col0], bar, caps_rows.index(slot))
-        if ready == STAGES:
-            v = v_tiles.index(slot).reshape([KEYS, DV_BLOCK])
-            copied_blank(full.index(STAGES), landed, v, line, col0, mask, full.index(slot), KEYS, DV_BLOCK)
-            landed += 1
-    if PARTS > 1:
-        for c in gl.static_range(PARTS):
-            part = used * PARTS + c
-            column = col0 + c * KEYS
-            key_slot = part % KEY_STAGES
-            ready = key_slot
-            if HAS_KEEP:
-                ready = gl.where(is_whole(line, column, mask, KEYS), key_slot, KEY_STAGES)
-            key_bar = keys_full.index(ready)
-            wait_empty(keys_empty, part, KEY_STAGES)
-            mbarrier.expect(key_bar, key_bytes)
-            tma_load(k_desc, at(b0, b1, head // group, column, 0, k_moves), key_bar, k_tiles.index(key_slot))
-            tma_load(v_desc, at(b0, b1, head // group, column, 0, v_moves), key_bar, v_tiles.index(key_slot))
-            if HAS_KEEP:  # noqa: SIM102
-                if ready == KEY_STAGES:
-                    v = v_tiles.index(key_slot).reshape([KEYS, DV_BLOCK])
-                    copied_blank(keys_full.index(KEY_STAGES), landed, v, line, column, mask, keys_full.index(key_slot),
-                                 KEYS, DV_BLOCK)  # fmt: skip
-                    landed += 1
-    return landed
-
-
-@jit
-def copy_operands(descs, moves, buffers, rings, bias_bars, sizes, mask, BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
-                  STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, PARTS: gl.constexpr, BIAS_SLOTS: gl.constexpr,
-                  OWNS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_KEEP: gl.constexpr):  # fmt: skip
-    """The copying warp: for every item its bias tile, then the operands of its pairs.
-
-    HAS_KEEP: of those pairs that have a visible key from the tile's first column on.
-    """
-    bias_desc, bias_moves, bias_tiles = descs[4], moves[4], buffers[4]
-    bias_full, bias_empty = bias_bars
-    items, M, N, n1, heads, _, owners, shared, chunk, shift = sizes
-    used = 0
-    met = 0
-    landed = 0
-    for index in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile_m, tile_n, plane = place_tile(index, items, M, N, shift, BLOCK, IS_CAUSAL)
-        row0, col0 = tile_m * BLOCK_M, tile_n * BLOCK
-        owner, first, count = pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL)
-        bias_slot, bias_bar = met % BIAS_SLOTS, bias_full.index(met % BIAS_SLOTS)
-        wait_empty(bias_empty, met, BIAS_SLOTS)
-        if count > 0:
-            mbarrier.expect(bias_bar, 2 * bias_desc.block_type.nbytes)
-            b0, b1, head = split_index(owner, 0 * owner, n1, heads, OWNS)
-            for w in gl.static_range(2):
-                where = at(b0, b1, head, row0 + w * HALF_M, col0, bias_moves)
-                tma_load(bias_desc, where, bias_bar, bias_tiles.index(2 * bias_slot + w))
-        else:  # nothing is visible and what lies in the buffer is ignored; the phases go on
-            mbarrier.arrive(bias_bar, count=1)
-        for i in range(first, first + count):
-            b0, b1, head = split_index(owner, i, n1, heads, OWNS)
-            if HAS_KEEP:
-                line = line_of(b0, b1, mask)
-                if col0 < last_key(line, N, mask):
-                    landed = copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, row0, col0,
-                                       sizes, mask, BLOCK, DV_BLOCK, STAGES, KEY_STAGES, PARTS, True)  # fmt: skip
-                    used += 1
-            else:
-                copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, head, row0, col0, sizes, mask,
-                          BLOCK, DV_BLOCK, STAGES, KEY_STAGES, PARTS, False)  # fmt: skip
-                used += 1
-        met += 1  # noqa: SIM113
 
 
 @jit
@@ -433,7 +327,8 @@ def dbias_kernel(
     q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dbias_desc, caps_desc, partial_ptr,
     flag_ptr, caps_ptr, spans_ptr,
     q_moves, dout_moves, k_moves, v_moves, bias_moves, n0, n1, items, M, N, heads, group, owners, shared, chunk, shift,
-    scale, caps_pitch, line_0, line_1, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
+    scale, caps_pitch, line_0, line_1,
+    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
     STAGES: gl.constexpr, DEEP: gl.constexpr, ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
     IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_KEEP: gl.constexpr,

@@ -158,8 +158,8 @@ def run_round(
     step's second products. A lone step of dk and dv starts dv before it waits for dP^T: that product needs the weights,
     so the assembler cannot lower the exponentials behind the wait. A met slot is handed back two steps later, when the
     wait for new scores has covered them; KEEP widens a bias tile once for the ROWS items and hands it back after the
-    first. HAS_KEEP: ``limits`` is what scores are cut to, a column for each item where own rows are keys, else a ring of
-    lines beside the met tiles.
+    first. HAS_KEEP: ``limits`` is what scores are cut to, a column for each item where own rows are keys, else a ring
+    of lines beside the met tiles.
     """
     _, _, met_full, met_empty, bias_full, bias_empty = bars
     U: gl.constexpr = ROWS * TILES
