@@ -18,9 +18,10 @@ from biasflash.backends.hopper.gluon import (
     tma_load,
     tma_store,
 )
+from biasflash.backends.hopper.marks import blank_hidden, is_whole, item_line
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 
-NUMBERS = ["inner", "items", "M", "N", "heads", "kv_heads", "group", "batch", "shift"]
+NUMBERS = ["inner", "items", "M", "N", "heads", "kv_heads", "group", "batch", "shift", "caps_pitch", "line_0", "line_1"]
 DQ_MOVES = ["q_moves", "dout_moves", "k_moves", "v_moves", "bias_moves", "dq_moves"]
 DKDV_MOVES = ["k_moves", "v_moves", "q_moves", "dout_moves", "bias_moves", "ds_moves", "dk_moves", "dv_moves"]
 
@@ -35,31 +36,59 @@ def load_pair(descs, moves, b, inner, h_1, row, bar, tiles, i):
 
 
 @jit
+def blank_pair(tiles, i, line, row, mask, ROWS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr):
+    """``blank_hidden`` in entry ``i`` of the rings of K and V, whose tiles have ROWS keys."""
+    blank_hidden(tiles[0].index(i).reshape([ROWS, D]), line, row, mask, ROWS, D)
+    blank_hidden(tiles[1].index(i).reshape([ROWS, DV]), line, row, mask, ROWS, DV)
+
+
+@jit
+def are_whole(b, inner, own_row, mask, ROWS: gl.constexpr):
+    """Whether ROWS batch items from ``b`` on hide none of a CTA's own keys."""
+    whole = is_whole(item_line(b, inner, mask), own_row, mask, 128)
+    for g in gl.static_range(1, ROWS):
+        whole = whole & is_whole(item_line(b + g, inner, mask), own_row, mask, 128)
+    return whole
+
+
+@jit
 def produce(
-    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, own, met, bias, rows, bars, numbers,
-    BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, A_BUFFERS: gl.constexpr, STAGES: gl.constexpr,
-    BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr,
+    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, own, met, bias, rows,
+    caps, mask, bars, numbers,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    KEYS: gl.constexpr, HAS_KEEP: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: own tiles of every item, then its met tiles, each with what belongs to it."""
+    """The copying warp: own tiles of every item, then its met tiles, each with what belongs to it.
+
+    HAS_KEEP: copies of K and V with hidden keys are announced to the barrier behind the ring's, whose only reader is
+    this warp. It blanks the keys and then completes the slot's barrier itself.
+    """
+    BLANKS_OWN: gl.constexpr = HAS_KEEP and KEYS
+    BLANKS_MET: gl.constexpr = HAS_KEEP and not KEYS
     own_full, own_empty, met_full, met_empty, bias_full, bias_empty = bars
     inner, items, _, _, heads, group, _, _ = numbers
     row_bytes: gl.constexpr = 2 * row_descs[0].block_type.nbytes
     own_bytes: gl.constexpr = own_descs[0].block_type.nbytes + own_descs[1].block_type.nbytes
-    met_bytes: gl.constexpr = met_descs[0].block_type.nbytes + met_descs[1].block_type.nbytes
+    pair_bytes: gl.constexpr = met_descs[0].block_type.nbytes + met_descs[1].block_type.nbytes
+    met_bytes: gl.constexpr = pair_bytes + (caps_desc.block_type.nbytes if BLANKS_MET else 0)
     extent = own_extent(numbers, ROWS, KEYS)
     dealt = deal(items, extent, DEAL)
-    lot, turn, own_use, met_use, bias_use = first_lot(DEAL), 0, 0, 0, 0
+    lot, turn, own_use, met_use, bias_use, landed = first_lot(DEAL), 0, 0, 0, 0, 0
     while lot < dealt[0]:
         h, b, own_row, start, tiles, _ = work_item(
-            lot, turn, dealt, extent, numbers, BLOCK, ROWS, TILES, KEYS, DEAL
+            lot, turn, dealt, extent, numbers, mask, BLOCK, ROWS, TILES, KEYS, DEAL, HAS_KEEP
         )  # fmt: skip
         met_head = h // group
         members = 1
         if KEYS:
             met_head = h * group
             members = group
+        ready = own_use % A_BUFFERS
+        if BLANKS_OWN:
+            ready = gl.where((tiles == 0) | are_whole(b, inner, own_row, mask, ROWS), ready, A_BUFFERS)
         wait_empty(own_empty, own_use, A_BUFFERS)
-        bar = own_full.index(own_use % A_BUFFERS)
+        bar = own_full.index(ready)
         mbarrier.expect(bar, 2 * ROWS * (own_bytes + (0 if KEYS else row_bytes)))
         for g in gl.static_range(ROWS):
             for w in gl.static_range(2):
@@ -69,6 +98,15 @@ def produce(
                     line = (b + g) * heads + h
                     tma_load(row_descs[0], [line, own_row + w * 64], bar, rows[0].index(i))
                     tma_load(row_descs[1], [line, own_row + w * 64], bar, rows[1].index(i))
+        if BLANKS_OWN:  # noqa: SIM102
+            if ready == A_BUFFERS:
+                mbarrier.wait(own_full.index(A_BUFFERS), landed & 1)
+                for x in range(2 * ROWS):
+                    line = item_line(b + x // 2, inner, mask)
+                    i = own_use % A_BUFFERS * (2 * ROWS) + x
+                    blank_pair(own, i, line, own_row + x % 2 * 64, mask, 64, D, DV)
+                mbarrier.arrive(own_full.index(own_use % A_BUFFERS), count=1)
+                landed += 1
         own_use += 1
         for member in range(members):
             for j in range(tiles):
@@ -88,15 +126,26 @@ def produce(
                         tma_load(bias_desc, place_at, bar, bias.index(slot * 2 + w))
                     bias_use += 1
                 for g in gl.static_range(ROWS):
-                    wait_empty(met_empty, met_use, STAGES)
                     slot = met_use % STAGES
-                    bar = met_full.index(slot)
+                    ready = slot
+                    if BLANKS_MET:
+                        line = item_line(b + g, inner, mask)
+                        ready = gl.where(is_whole(line, met_row, mask, BLOCK), slot, STAGES)
+                    wait_empty(met_empty, met_use, STAGES)
+                    bar = met_full.index(ready)
                     mbarrier.expect(bar, met_bytes + (row_bytes if KEYS else 0))
                     load_pair(met_descs, met_moves, b + g, inner, met_head + member, met_row, bar, met, slot)
                     if KEYS:
                         line = (b + g) * heads + met_head + member
                         tma_load(row_descs[0], [line, met_row], bar, rows[0].index(slot))
                         tma_load(row_descs[1], [line, met_row], bar, rows[1].index(slot))
+                    if BLANKS_MET:
+                        tma_load(caps_desc, [line, met_row], bar, caps.index(slot))
+                        if ready == STAGES:
+                            mbarrier.wait(met_full.index(STAGES), landed & 1)
+                            blank_pair(met, slot, line, met_row, mask, BLOCK, D, DV)
+                            mbarrier.arrive(met_full.index(slot), count=1)
+                            landed += 1
                     met_use += 1
         lot, turn = following(lot, turn, dealt, extent, DEAL)
 
@@ -111,11 +160,12 @@ def store_rows(tile, values, desc, place_at, WIDTH: gl.constexpr):
 
 @jit
 def consume(
-    w: gl.constexpr, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, ds_tiles, bars, numbers, scale,
+    w: gl.constexpr, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, caps, mask, ds_tiles, bars, numbers,
+    scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
-    DEAL: gl.constexpr,
+    HAS_KEEP: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: rows ``64 w`` to ``64 w + 63`` of the CTA's own side."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
@@ -130,8 +180,14 @@ def consume(
     lot, turn, own_use, met_use, bias_use = first_lot(DEAL), 0, 0, 0, 0
     while lot < dealt[0]:
         h, b, own_row, start, tiles, masked = work_item(
-            lot, turn, dealt, extent, numbers, BLOCK, ROWS, TILES, KEYS, DEAL
+            lot, turn, dealt, extent, numbers, mask, BLOCK, ROWS, TILES, KEYS, DEAL, HAS_KEEP
         )  # fmt: skip
+        limits = caps
+        if HAS_KEEP and KEYS:
+            limits = ()
+            for g in gl.static_range(ROWS):
+                limit_ptr = mask[0] + item_line(b + g, inner, mask).to(gl.int64) * mask[2] + own_row + w * 64
+                limits = added(limits, gl.load(limit_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, S))))
         wait_full(own_full, own_use, A_BUFFERS)
         own_at = own_use % A_BUFFERS * ROWS * 2 + w
         x_1 = ()
@@ -152,7 +208,7 @@ def consume(
             members = group
         for member in range(members):
             ds_place = at(b0, b1, h * group + member, 0, 0, ds_moves)
-            if STORE_DS and IS_CAUSAL:  # queries that see none of these keys
+            if STORE_DS and (IS_CAUSAL or HAS_KEEP):  # queries that see none of these keys
                 store_wait(0)
                 empty = gl.zeros([64, BLOCK], own[0].dtype, layout=S)
                 ds_tiles.index(w).reshape([BLOCK, 64]).permute((1, 0)).store(empty)
@@ -163,15 +219,15 @@ def consume(
                 store_wait(0)
             done = 0
             for phase in gl.static_range(2):
-                if phase == 1 or IS_CAUSAL or not KEYS:
+                if phase == 1 or IS_CAUSAL or not (KEYS or HAS_KEEP):
                     until = tiles if phase == 1 else masked
                     for j in range(done, until, TILES):
                         met_row = start + j * BLOCK if KEYS else start - j * BLOCK
                         x_1, x_2 = run_round(
-                            w, x_1, x_2, references, deltas, own_at, met_use, bias_use, own_row, met_row, N, shift,
-                            scale, ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars, D, DV, BLOCK, ROWS, TILES,
-                            STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, phase == 0, AHEAD, KEEP, KEYS, STORE_DS,
-                            S, P_1, P_2,
+                            w, x_1, x_2, references, deltas, limits, own_at, met_use, bias_use, own_row, met_row, N,
+                            shift, scale, ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars, D, DV, BLOCK, ROWS,
+                            TILES, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, phase == 0, AHEAD, KEEP, KEYS, STORE_DS,
+                            HAS_KEEP, S, P_1, P_2,
                         )  # fmt: skip
                         met_use += ROWS * TILES
                         bias_use += TILES
@@ -198,12 +254,12 @@ def ring_tiles(desc, COUNT: gl.constexpr):
 
 @jit
 def launch(
-    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, ds_desc, ds_moves, out_descs,
-    out_moves, numbers, scale,
+    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, mask, ds_desc,
+    ds_moves, out_descs, out_moves, numbers, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
-    ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_KEEP: gl.constexpr, ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Allocate the rings and start two computing warpgroups and the copying warp."""
     DEAL: gl.constexpr = dealing(IS_CAUSAL, D, DV, ORDER)
@@ -215,8 +271,14 @@ def launch(
     own = (ring_tiles(own_descs[0], OWN_TILES), ring_tiles(own_descs[1], OWN_TILES))
     met = (ring_tiles(met_descs[0], STAGES), ring_tiles(met_descs[1], STAGES))
     rows = (ring_tiles(row_descs[0], LINES), ring_tiles(row_descs[1], LINES))
-    own_full, own_empty = ring_barriers(A_BUFFERS), ring_barriers(A_BUFFERS)
-    met_full, met_empty = ring_barriers(STAGES), ring_barriers(STAGES)
+    caps = met[0]
+    if HAS_KEEP and not KEYS:
+        caps = ring_tiles(caps_desc, STAGES)
+    # One more for copies that are not ready when they have landed.
+    own_full, own_empty = ring_barriers(A_BUFFERS + (1 if HAS_KEEP and KEYS else 0)), ring_barriers(A_BUFFERS)
+    met_full, met_empty = ring_barriers(STAGES + (1 if HAS_KEEP and not KEYS else 0)), ring_barriers(STAGES)
+    if HAS_KEEP:
+        mbarrier.init(own_full.index(A_BUFFERS) if KEYS else met_full.index(STAGES), count=1)
     start_ring(own_full, own_empty, A_BUFFERS, 2)
     start_ring(met_full, met_empty, STAGES, 2)
     bias, bias_full, bias_empty, ds_tiles = met[0], met_full, met_empty, met[0]
@@ -231,18 +293,19 @@ def launch(
     gl.warp_specialize(
         [
             (consume, (
-                0, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, ds_tiles, bars, numbers, scale,
-                D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, KEYS,
-                STORE_DS, DEAL,
+                0, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, caps, mask, ds_tiles, bars, numbers,
+                scale, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
+                KEYS, STORE_DS, HAS_KEEP, DEAL,
             )),
             (consume, (
-                1, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, ds_tiles, bars, numbers, scale,
-                D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, KEYS,
-                STORE_DS, DEAL,
+                1, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, caps, mask, ds_tiles, bars, numbers,
+                scale, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
+                KEYS, STORE_DS, HAS_KEEP, DEAL,
             )),
             (produce, (
-                own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, own, met, bias, rows,
-                bars, numbers, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, KEYS, DEAL,
+                own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, own, met,
+                bias, rows, caps, mask, bars, numbers, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES,
+                HAS_BIAS, KEYS, HAS_KEEP, DEAL,
             )),
         ],
         [4, 1],
@@ -252,13 +315,13 @@ def launch(
 
 @jit(do_not_specialize=NUMBERS + DQ_MOVES)
 def dq_kernel(
-    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dq_desc,
+    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dq_desc, caps_desc, caps_ptr, spans_ptr,
     q_moves, dout_moves, k_moves, v_moves, bias_moves, dq_moves,
-    inner, items, M, N, heads, group, batch, shift, scale,
+    inner, items, M, N, heads, group, batch, shift, caps_pitch, line_0, line_1, scale,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, ORDER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_KEEP: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dS K of every query.
 
@@ -266,26 +329,28 @@ def dq_kernel(
     64 x DV_BLOCK (dout), BLOCK_N x D_BLOCK (k), BLOCK_N x DV_BLOCK (v), 64 x BLOCK_N (bias); ``reference, delta`` are
     ``(b heads + h, row)`` in float32, box 1 x 64. Items: tiles of 128 queries x batch // ROWS x heads; grid: up to
     items, which are dealt to the programs (``deal``). ROWS items of the batch share a bias tile that does not move
-    along it.
+    along it. HAS_KEEP: a mask of keys, see ``marks``; ``caps`` are then its lines, box 1 x BLOCK_N.
     """
     launch(
         (q_desc, dout_desc), (q_moves, dout_moves), (k_desc, v_desc), (k_moves, v_moves), bias_desc, bias_moves,
-        (reference_desc, delta_desc), bias_desc, bias_moves, (dq_desc, dq_desc), (dq_moves, dq_moves),
-        (inner, items, M, N, heads, group, batch, shift), scale, D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, TILES, A_BUFFERS,
-        STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, False, False, ORDER, CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS,
+        (reference_desc, delta_desc), caps_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), bias_desc,
+        bias_moves, (dq_desc, dq_desc), (dq_moves, dq_moves), (inner, items, M, N, heads, group, batch, shift), scale,
+        D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
+        False, False, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
 @jit(do_not_specialize=NUMBERS + DKDV_MOVES)
 def dkdv_kernel(
-    k_desc, v_desc, q_desc, dout_desc, bias_desc, reference_desc, delta_desc, ds_desc, dk_desc, dv_desc,
+    k_desc, v_desc, q_desc, dout_desc, bias_desc, reference_desc, delta_desc, ds_desc, dk_desc, dv_desc, caps_ptr,
+    spans_ptr,
     k_moves, v_moves, q_moves, dout_moves, bias_moves, ds_moves, dk_moves, dv_moves,
-    inner, items, M, N, heads, kv_heads, group, batch, shift, scale,
+    inner, items, M, N, heads, kv_heads, group, batch, shift, caps_pitch, line_0, line_1, scale,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, STORE_DS: gl.constexpr,
+    HAS_KEEP: gl.constexpr,
 ):  # fmt: skip
     """dk = scale dS^T Q and dv = P^T dO of every key; STORE_DS: also dS, the gradient of a bias of full shape.
 
@@ -295,8 +360,8 @@ def dkdv_kernel(
     """
     launch(
         (k_desc, v_desc), (k_moves, v_moves), (q_desc, dout_desc), (q_moves, dout_moves), bias_desc, bias_moves,
-        (reference_desc, delta_desc), ds_desc, ds_moves, (dk_desc, dv_desc), (dk_moves, dv_moves),
-        (inner, items, M, N, heads, group, batch, shift), scale, D_BLOCK, DV_BLOCK, BLOCK_M, ROWS, TILES, A_BUFFERS,
-        STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, True, STORE_DS, ORDER, CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS,
+        (reference_desc, delta_desc), reference_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), ds_desc,
+        ds_moves, (dk_desc, dv_desc), (dk_moves, dv_moves), (inner, items, M, N, heads, group, batch, shift), scale,
+        D_BLOCK, DV_BLOCK, BLOCK_M, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, True,
+        STORE_DS, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip

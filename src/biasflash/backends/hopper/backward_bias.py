@@ -4,21 +4,33 @@ A bias tile that does not change over the pairs ``(batch item, head)`` sharing i
 
     dbias = exp(bias - r) * sum over pairs of exp(s + r - lse) * (dp - delta),   r = row maximum of the bias tile,
 
-so the loop over pairs meets neither the bias nor a mask: two FMA, one addition and one exponential a score. Sums stay
-in float32 registers and are added in a fixed order. The factored sum overflows where logits of one row spread by more
-than about 88 within the tile; every program says in a flag whether all its sums can be believed.
+so the loop over pairs meets neither the bias nor what hides entries for all pairs alike: two FMA, one addition and one
+exponential a score, and a minimum where there is a mask of keys. Sums stay in float32 registers and are added in a
+fixed order. The factored sum overflows where logits of one row spread by more than about 88 within the tile; every
+program says in a flag whether all its sums can be believed.
 
 Operands change with every pair, so that reading them from the L2 cache sets the pace of wide heads: at D = 64 a tile of
 128 x 128 reads 4 bytes a score, one of 128 x 256 3 bytes.
 """
 
-from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_load, tma_store
+from biasflash.backends.hopper.backward_step import widen
+from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
-from biasflash.backends.hopper.owner_tiles import BLOCK_M, pairs_of, place_tile, split_index, visible
-from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
+from biasflash.backends.hopper.marks import MARK
+from biasflash.backends.hopper.owner_tiles import (
+    BLOCK_M,
+    HALF_M,
+    copy_operands,
+    pairs_of,
+    pairs_seen,
+    place_tile,
+    seen_pair,
+    split_index,
+    visible,
+)
+from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_full
 
-HALF_M = gl.constexpr(64)
 LOG2E = gl.constexpr(1.4426950408889634)
 NEG_INF = gl.constexpr(float("-inf"))
 # A sum up to LARGE is right whatever its factor: where the factor is below SMALLEST and flushes to zero, the product
@@ -27,16 +39,6 @@ LARGE = gl.constexpr(2.0**90)
 SMALLEST = gl.constexpr(2.0**-126)
 FINITE = gl.constexpr(3.4028234663852886e38)
 SHARED_MEMORY = gl.constexpr(232448)  # bytes of one program
-
-
-@jit
-def widen(x):
-    """16 bits -> float32; bfloat16 two at a time, as the halves of a word are one shift and one mask away."""
-    if x.dtype == gl.bfloat16:
-        halves: gl.constexpr = "shl.b32 $0, $2, 16;\n\tand.b32 $1, $2, 0xffff0000;"
-        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-    else:
-        return x.to(gl.float32)
 
 
 @jit
@@ -110,9 +112,31 @@ def statistics(buffers, slot, top, w: gl.constexpr, S: gl.constexpr):
 
 
 @jit
-def add_pair(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
+def caps_of(caps, slot, start: gl.constexpr, BLOCK_N: gl.constexpr, KEYS: gl.constexpr, PARTS: gl.constexpr,
+            S: gl.constexpr):  # fmt: skip
+    """What a pair's scores of the keys from ``start`` on are cut to.
+
+    ``caps``: a ring of all KEYS of a tile; if these come in parts, nothing fits beside them and it is a pointer.
+    """
+    if PARTS == 1:
+        return caps.index(slot).reshape([KEYS]).slice(start, BLOCK_N).load(gl.SliceLayout(0, S))
+    else:
+        return gl.load(caps + start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)))
+
+
+@jit
+def weights(s, unit, lift, limit, HAS_KEEP: gl.constexpr):
+    """``exp2(s unit + lift)``, 0 for hidden keys whatever their scores are."""
+    y = s * unit + lift[:, None]
+    if HAS_KEEP:
+        y = gl.minimum(y, limit[None, :])
+    return gl.exp2(y)
+
+
+@jit
+def add_pair(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
              BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-             PARTS: gl.constexpr, EARLY: gl.constexpr, S: gl.constexpr):  # fmt: skip
+             PARTS: gl.constexpr, EARLY: gl.constexpr, HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """Add pair ``used`` of the ring to the sums ``acc`` (one tile a key chunk).
 
     Keys come in PARTS, in their own ring unless that is 1. EARLY: exponentials run under the product ``dout v'``.
@@ -131,28 +155,35 @@ def add_pair(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.
         if PARTS > 1 and c % EACH == 0:
             wait_full(keys_full, part, KEY_STAGES)
         s, dp = issue(q, dout, buffers, key_slot, c % EACH * BLOCK_N, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
+        limit = lift
+        if HAS_KEEP:
+            limit = caps_of(caps, slot, c * BLOCK_N, BLOCK_N, BLOCK_N * CHUNKS_N, PARTS, S)
         # Statistics are operands of the wait: they are in registers when the slot is handed back.
         if EARLY:
             s, lift = mma_wait(1, deps=(s, lift))
-            p = gl.exp2(s * unit + lift[:, None])
+            p = weights(s, unit, lift, limit, HAS_KEEP)
             wait_full(full, used, STAGES)  # long over; a spin loop, as ptxas moves the wait below over exponentials
             dp, delta, p = mma_wait(0, deps=(dp, delta, p))
         else:
             s, dp, lift, delta = mma_wait(0, deps=(s, dp, lift, delta))
         if PARTS > 1 and (c + 1) % EACH == 0:
             hand_back(keys_empty, part, KEY_STAGES)
+        if not EARLY and HAS_KEEP:
+            p = weights(s, unit, lift, limit, True)
+            if PARTS == 1:
+                dp, p = mma_wait(0, deps=(dp, p))  # long over: the weights, and so their limits, are in registers
         if c + 1 == CHUNKS_N:
             hand_back(empty, used, STAGES)
-        if not EARLY:
-            p = gl.exp2(s * unit + lift[:, None])
+        if not EARLY and not HAS_KEEP:
+            p = weights(s, unit, lift, limit, False)
         acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
     return acc
 
 
 @jit
-def add_pair_deep(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
-                  BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr,
-                  S: gl.constexpr):  # fmt: skip
+def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr,
+                  DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr,
+                  IN_REGISTERS: gl.constexpr, HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """``add_pair`` where the next chunk's products go out before this one is touched.
 
     None is in flight at the end, or ptxas would serialise them all.
@@ -172,9 +203,15 @@ def add_pair_deep(acc, top, used, unit, buffers, rings, w: gl.constexpr, D_BLOCK
             s, dp, lift, delta, q, dout = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta, q, dout))
         else:
             s, dp, lift, delta = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta))
-        if c + 1 == CHUNKS_N:
+        limit = lift
+        if HAS_KEEP:
+            limit = caps_of(caps, slot, c * BLOCK_N, BLOCK_N, KEYS, 1, S)
+        if not HAS_KEEP and c + 1 == CHUNKS_N:
             hand_back(empty, used, STAGES)
-        p = gl.exp2(s * unit + lift[:, None])
+        p = weights(s, unit, lift, limit, HAS_KEEP)
+        if HAS_KEEP and c + 1 == CHUNKS_N:
+            dp, p = mma_wait(0, deps=(dp, p))  # long over: the weights, and so their limits, are in registers
+            hand_back(empty, used, STAGES)
         acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
         if c + 1 < CHUNKS_N:
             s, dp = s_next, dp_next
@@ -207,68 +244,11 @@ def check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N: gl.constex
 
 
 @jit
-def copy_operands(descs, moves, buffers, rings, bias_bars, sizes, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-                  KEY_STAGES: gl.constexpr, PARTS: gl.constexpr, BIAS_SLOTS: gl.constexpr, OWNS: gl.constexpr,
-                  IS_CAUSAL: gl.constexpr):  # fmt: skip
-    """The copying warp: for every item its bias tile, then the operands of its pairs."""
-    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc = descs
-    q_moves, dout_moves, k_moves, v_moves, bias_moves = moves
-    q_tiles, dout_tiles, k_tiles, v_tiles, bias_tiles, reference_rows, delta_rows = buffers
-    full, empty, keys_full, keys_empty = rings
-    bias_full, bias_empty = bias_bars
-    items, M, N, n1, heads, group, owners, shared, chunk, shift = sizes
-    key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
-    row_bytes: gl.constexpr = (
-        q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * reference_desc.block_type.nbytes
-    )
-    used = 0
-    met = 0
-    for index in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile_m, tile_n, plane = place_tile(index, items, M, N, shift, BLOCK, IS_CAUSAL)
-        row0, col0 = tile_m * BLOCK_M, tile_n * BLOCK
-        owner, first, count = pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL)
-        bias_slot, bias_bar = met % BIAS_SLOTS, bias_full.index(met % BIAS_SLOTS)
-        wait_empty(bias_empty, met, BIAS_SLOTS)
-        if count > 0:
-            mbarrier.expect(bias_bar, 2 * bias_desc.block_type.nbytes)
-            b0, b1, head = split_index(owner, 0 * owner, n1, heads, OWNS)
-            for w in gl.static_range(2):
-                where = at(b0, b1, head, row0 + w * HALF_M, col0, bias_moves)
-                tma_load(bias_desc, where, bias_bar, bias_tiles.index(2 * bias_slot + w))
-        else:  # nothing is visible and what lies in the buffer is ignored; the phases go on
-            mbarrier.arrive(bias_bar, count=1)
-        for i in range(first, first + count):
-            b0, b1, head = split_index(owner, i, n1, heads, OWNS)
-            slot, bar = used % STAGES, full.index(used % STAGES)
-            line = (b0 * n1 + b1) * heads + head
-            wait_empty(empty, used, STAGES)
-            mbarrier.expect(bar, row_bytes + (key_bytes if PARTS == 1 else 0))
-            tma_load(q_desc, at(b0, b1, head, row0, 0, q_moves), bar, q_tiles.index(slot))
-            if PARTS == 1:
-                tma_load(k_desc, at(b0, b1, head // group, col0, 0, k_moves), bar, k_tiles.index(slot))
-            tma_load(dout_desc, at(b0, b1, head, row0, 0, dout_moves), bar, dout_tiles.index(slot))
-            if PARTS == 1:
-                tma_load(v_desc, at(b0, b1, head // group, col0, 0, v_moves), bar, v_tiles.index(slot))
-            tma_load(reference_desc, [line, row0], bar, reference_rows.index(slot))
-            tma_load(delta_desc, [line, row0], bar, delta_rows.index(slot))
-            if PARTS > 1:
-                for c in gl.static_range(PARTS):
-                    part = used * PARTS + c
-                    key_slot, key_bar = part % KEY_STAGES, keys_full.index(part % KEY_STAGES)
-                    column = col0 + c * (BLOCK // PARTS)
-                    wait_empty(keys_empty, part, KEY_STAGES)
-                    mbarrier.expect(key_bar, key_bytes)
-                    tma_load(k_desc, at(b0, b1, head // group, column, 0, k_moves), key_bar, k_tiles.index(key_slot))
-                    tma_load(v_desc, at(b0, b1, head // group, column, 0, v_moves), key_bar, v_tiles.index(key_slot))
-            used += 1
-        met += 1  # noqa: SIM113
-
-
-@jit
-def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK: gl.constexpr,
+def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK: gl.constexpr,
               DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr,
               KEY_STAGES: gl.constexpr, PARTS: gl.constexpr, BIAS_SLOTS: gl.constexpr, DEEP: gl.constexpr,
-              ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+              ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr,
+              HAS_KEEP: gl.constexpr):  # fmt: skip
     """Consumer warpgroup ``w``: the 64 queries from ``64 w`` on of every tile."""
     BLOCK: gl.constexpr = BLOCK_N * CHUNKS_N
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -282,7 +262,9 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
     for index in range(gl.program_id(0), items, gl.num_programs(0)):
         tile_m, tile_n, plane = place_tile(index, items, M, N, shift, BLOCK, IS_CAUSAL)
         row0, col0 = tile_m * BLOCK_M, tile_n * BLOCK
-        _, _, count = pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL)
+        owner, first, count = pairs_of(plane, row0, col0, M, owners, shared, chunk, shift, IS_CAUSAL)
+        if HAS_KEEP:
+            count = pairs_seen(owner, first, count, col0, n1, heads, mask, OWNS)
         row = row0 + w * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, S))
         edge = (col0 + BLOCK > N) | (row0 + BLOCK_M > M)
         if IS_CAUSAL:
@@ -297,13 +279,22 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
             top = bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
             if DEEP % 2 == 1:
                 for _i in range(count):
-                    acc = add_pair_deep(acc, top, used, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                                        STAGES, DEEP == 3, S)  # fmt: skip
+                    acc = add_pair_deep(acc, top, used, unit, buffers[7], buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N,
+                                        CHUNKS_N, STAGES, DEEP == 3, HAS_KEEP, S)  # fmt: skip
+                    used += 1
+            elif HAS_KEEP and PARTS > 1:
+                item = first
+                for _i in range(count):
+                    item, line = seen_pair(item, owner, col0, n1, heads, N, mask, OWNS)
+                    caps = mask[0] + line.to(gl.int64) * (mask[2] // MARK) * MARK + col0  # aligned, as it says
+                    acc = add_pair(acc, top, used, unit, caps, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
+                                   STAGES, KEY_STAGES, PARTS, DEEP == 2, True, S)  # fmt: skip
+                    item += 1
                     used += 1
             else:
                 for _i in range(count):
-                    acc = add_pair(acc, top, used, unit, buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                                   STAGES, KEY_STAGES, PARTS, DEEP == 2, S)  # fmt: skip
+                    acc = add_pair(acc, top, used, unit, buffers[7], buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N,
+                                   CHUNKS_N, STAGES, KEY_STAGES, PARTS, DEEP == 2, HAS_KEEP, S)  # fmt: skip
                     used += 1
             acc, flag = check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
             raised = gl.maximum(raised, flag)
@@ -330,20 +321,25 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, unit, D_B
 
 
 @jit(do_not_specialize=["q_moves", "dout_moves", "k_moves", "v_moves", "bias_moves", "n0", "n1", "items", "M", "N",
-                        "heads", "group", "owners", "shared", "chunk", "shift", "scale"])  # fmt: skip
+                        "heads", "group", "owners", "shared", "chunk", "shift", "scale", "caps_pitch", "line_0",
+                        "line_1"])  # fmt: skip
 def dbias_kernel(
-    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dbias_desc, partial_ptr, flag_ptr,
+    q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dbias_desc, caps_desc, partial_ptr,
+    flag_ptr, caps_ptr, spans_ptr,
     q_moves, dout_moves, k_moves, v_moves, bias_moves, n0, n1, items, M, N, heads, group, owners, shared, chunk, shift,
-    scale, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
+    scale, caps_pitch, line_0, line_1,
+    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
     STAGES: gl.constexpr, DEEP: gl.constexpr, ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
     IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_KEEP: gl.constexpr,
 ):  # fmt: skip
     """dbias tile [128, BLOCK_N * CHUNKS_N] = sum of ds over the pairs (batch item, head) that share it.
 
     Axes ``(b0, b1, head)`` have sizes ``(n0, n1, heads)``; OWNS marks those that the bias varies along, ``owners`` and
     ``shared`` are the products of the sizes of those and of the others. ``bias_moves`` has no bit of shared axes and
     also serves ``dbias_desc``. Blocks: q and dout 128 rows; k and v as many rows as a tile has columns, or an even part
-    of these that holds whole chunks; bias and dbias [64, columns], statistics [1, 128].
+    of these that holds whole chunks; bias and dbias [64, columns], statistics [1, 128]. HAS_KEEP: a mask of keys, see
+    ``marks``; ``caps`` are then its lines, as many columns as k has rows.
 
     DEEP: 0 nothing overlaps within a warpgroup; 1 products of the next chunk of keys are under way, 3 these with q and
     dout in registers; 2 exponentials run under the product ``dout v'``. Keys in parts: 0 or 2. ROWS is 1.
@@ -355,7 +351,8 @@ def dbias_kernel(
     """
     PARTS: gl.constexpr = BLOCK_N * CHUNKS_N // k_desc.block_type.shape[3]
     gl.static_assert(CHUNKS_N % PARTS == 0 and (PARTS == 1 or DEEP % 2 == 0) and ROWS == 1)
-    row_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * delta_desc.block_type.nbytes
+    rows_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * delta_desc.block_type.nbytes
+    row_bytes: gl.constexpr = rows_bytes + (caps_desc.block_type.nbytes if HAS_KEEP and PARTS == 1 else 0)
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
     bias_bytes: gl.constexpr = 2 * bias_desc.block_type.nbytes
     LEFT: gl.constexpr = SHARED_MEMORY - 512 - STAGES * row_bytes - bias_bytes  # 512 for barriers and alignment
@@ -367,23 +364,33 @@ def dbias_kernel(
         slots(q_desc, STAGES), slots(dout_desc, STAGES), slots(k_desc, KEY_STAGES), slots(v_desc, KEY_STAGES),
         slots(bias_desc, 2 * BIAS_SLOTS), slots(reference_desc, STAGES), slots(delta_desc, STAGES),
     )  # fmt: skip
-    rings = (ring_barriers(STAGES), ring_barriers(STAGES), ring_barriers(KEY_STAGES), ring_barriers(KEY_STAGES))
+    caps = buffers[6]
+    if HAS_KEEP and PARTS == 1:
+        caps = slots(caps_desc, STAGES)
+    buffers = buffers + (caps,)  # noqa: RUF005
+    # One more for copies that are not ready when they have landed.
+    FULL: gl.constexpr = STAGES + (1 if HAS_KEEP and PARTS == 1 else 0)
+    KEYS_FULL: gl.constexpr = KEY_STAGES + (1 if HAS_KEEP and PARTS > 1 else 0)
+    rings = (ring_barriers(FULL), ring_barriers(STAGES), ring_barriers(KEYS_FULL), ring_barriers(KEY_STAGES))
+    if HAS_KEEP:
+        mbarrier.init(rings[0].index(STAGES) if PARTS == 1 else rings[2].index(KEY_STAGES), count=1)
     bias_bars = (ring_barriers(BIAS_SLOTS), ring_barriers(BIAS_SLOTS))
     start_ring(rings[0], rings[1], STAGES, 2)
     start_ring(rings[2], rings[3], KEY_STAGES, 2)
     start_ring(bias_bars[0], bias_bars[1], BIAS_SLOTS, 2)
     fence_async_shared()
 
-    descs = (q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc)
+    descs = (q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, caps_desc)
     moves = (q_moves, dout_moves, k_moves, v_moves, bias_moves)
     outs = (dbias_desc, bias_moves, partial_ptr, flag_ptr)
     sizes = (items, M, N, n1, heads, group, owners, shared, chunk, shift)
+    mask = (caps_ptr, spans_ptr, caps_pitch, line_0, line_1)
     unit = scale * LOG2E
     gl.warp_specialize([
-        (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, STAGES,
-                     KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL)),
-        (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, STAGES,
-                     KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL)),
-        (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, BLOCK_N * CHUNKS_N, STAGES, KEY_STAGES, PARTS,
-                         BIAS_SLOTS, OWNS, IS_CAUSAL)),
+        (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
+                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
+        (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
+                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
+        (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, mask, BLOCK_N * CHUNKS_N, DV_BLOCK, STAGES,
+                         KEY_STAGES, PARTS, BIAS_SLOTS, OWNS, IS_CAUSAL, HAS_KEEP)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -307,7 +307,7 @@ class HopperBackward(BackwardPlan):
         }
         return {
             **self._common(boxes, items, rows),
-            "caps_desc": self._caps(columns, boxes),
+            "caps_desc": self._caps(keys, boxes),
             "dbias_desc": boxed(ops, f"grad{i}", 64, columns).box,
             "partial_ptr": Slot(f"partial{i}" if part.chunks > 1 else "delta"),
             **{"owners": part.owners, "shared": part.shared, "chunk": part.chunk},

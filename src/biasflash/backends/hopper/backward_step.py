@@ -23,6 +23,7 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from biasflash.backends.hopper.marks import last_key_of
 from biasflash.backends.hopper.pipeline import hand_back, wait_full
 from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import key_span, query_span
@@ -51,16 +52,22 @@ def own_extent(numbers, ROWS: gl.constexpr, KEYS: gl.constexpr):
 
 @jit
 def work_item(
-    lot, turn, dealt, extent, numbers, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
-    KEYS: gl.constexpr, DEAL: gl.constexpr,
+    lot, turn, dealt, extent, numbers, mask, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    KEYS: gl.constexpr, DEAL: gl.constexpr, HAS_KEEP: gl.constexpr,
 ):  # fmt: skip
     """Item -> (head, first batch item, first own row, first met row, met tiles, those among them that need a mask).
 
     Tiles come in whole rounds of TILES, those that need a mask first: dq walks down from the last key, dk and dv up
     from the first query. What a round adds lies past the end: hidden for dq, of weight times zero for dk and dv.
+
+    HAS_KEEP: keys past the last visible one, of all ROWS items, are not met. Own keys past it meet nothing; the first
+    met row is then past the last query.
     """
-    _, _, M, N, _, _, _, shift = numbers
+    inner, _, M, N, _, _, _, shift = numbers
     tile, b, h = locate(lot, turn, dealt, extent, DEAL)
+    last = N
+    if HAS_KEEP:
+        last = last_key_of(b * ROWS, inner, N, mask, ROWS)
     if KEYS:
         if DEAL.IS_CAUSAL:  # the last queries have most to do, but the first keys
             tile = gl.cdiv(N, OWN) - 1 - tile
@@ -68,9 +75,12 @@ def work_item(
         start, full_start = query_span(own, M, shift, BLOCK, OWN, DEAL.IS_CAUSAL)
         tiles = gl.cdiv(gl.cdiv(M - start, BLOCK), TILES) * TILES
         masked = gl.minimum((full_start - start) // BLOCK, tiles)
+        if HAS_KEEP:  # noqa: SIM102
+            if own >= last:
+                start, tiles, masked = gl.cdiv(M, BLOCK) * BLOCK, tiles * 0, masked * 0
     else:
         own = tile * OWN
-        full_end, end = key_span(own, M, N, shift, OWN, BLOCK, DEAL.IS_CAUSAL)
+        full_end, end = key_span(own, M, last, shift, OWN, BLOCK, DEAL.IS_CAUSAL)
         tiles = gl.cdiv(gl.cdiv(end, BLOCK), TILES) * TILES
         masked = tiles - full_end // BLOCK
         start = (tiles - 1) * BLOCK
@@ -135,12 +145,12 @@ def store_ds(tile, ds, ds_desc, place_at, BLOCK: gl.constexpr):
 
 @jit
 def run_round(
-    w: gl.constexpr, x_1, x_2, references, deltas, own_at, met_use, bias_use, own_row, met_row, N, shift, scale,
-    ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars,
+    w: gl.constexpr, x_1, x_2, references, deltas, limits, own_at, met_use, bias_use, own_row, met_row, N, shift,
+    scale, ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars,
     D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
-    S: gl.constexpr, P_1: gl.constexpr, P_2: gl.constexpr,
+    HAS_KEEP: gl.constexpr, S: gl.constexpr, P_1: gl.constexpr, P_2: gl.constexpr,
 ):  # fmt: skip
     """TILES met tiles for ROWS batch items: score products of the next step run while this step is computed.
 
@@ -148,7 +158,8 @@ def run_round(
     step's second products. A lone step of dk and dv starts dv before it waits for dP^T: that product needs the weights,
     so the assembler cannot lower the exponentials behind the wait. A met slot is handed back two steps later, when the
     wait for new scores has covered them; KEEP widens a bias tile once for the ROWS items and hands it back after the
-    first.
+    first. HAS_KEEP: ``limits`` is what scores are cut to, a column for each item where own rows are keys, else a ring
+    of lines beside the met tiles.
     """
     _, _, met_full, met_empty, bias_full, bias_empty = bars
     U: gl.constexpr = ROWS * TILES
@@ -203,6 +214,12 @@ def run_round(
                 if IS_CAUSAL:
                     seen = seen & (column[None, :] <= (row + shift)[:, None])
                 y = gl.where(seen, y, float("-inf"))
+        if HAS_KEEP:
+            if KEYS:
+                limit = limits[u % ROWS][:, None]
+            else:
+                limit = limits.index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
+            y = gl.minimum(y, limit)  # NaN of a hidden key becomes -inf too
         p = gl.exp2(y)
         if KEYS:
             p_operand = gl.convert_layout(p.to(own[0].dtype), P_2)

@@ -19,11 +19,27 @@ def line_of(b0, b1, mask):
 
 
 @jit
+def item_line(b, inner, mask):
+    """``line_of`` batch item ``b`` of all; ``inner``: size of the second batch axis."""
+    b0 = b // inner
+    return line_of(b0, b - b0 * inner, mask)
+
+
+@jit
 def last_key(line, N, mask):
     """The end of the last tile of 64 keys in which one is visible, N at most; 0 where none is."""
     _caps, spans_ptr, pitch, _, _ = mask
     tiles = gl.load(spans_ptr + line.to(gl.int64) * (pitch // MARK + 1)).to(gl.int32)
     return gl.minimum(tiles * MARK, N)
+
+
+@jit
+def last_key_of(b, inner, N, mask, ROWS: gl.constexpr):
+    """The largest ``last_key`` of ROWS batch items from ``b`` on."""
+    last = last_key(item_line(b, inner, mask), N, mask)
+    for g in gl.static_range(1, ROWS):
+        last = gl.maximum(last, last_key(item_line(b + g, inner, mask), N, mask))
+    return last
 
 
 @jit
@@ -38,6 +54,15 @@ def is_whole(line, column, mask, BLOCK: gl.constexpr):
 
 
 @jit
+def cleared(x, caps):
+    """16-bit ``x`` with zeros where float32 ``caps`` of the same shape is -inf; one instruction for two."""
+    where: gl.constexpr = (
+        "{ .reg .pred seen; setp.gt.f32 seen, $2, 0f00000000; selp.b32 $0, $1, 0, seen; }"  # a word lies in one row
+    )
+    return gl.inline_asm_elementwise(where, "=r,r,f,f", [x, caps], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@jit
 def blank_hidden(tile, line, column, mask, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
     """Zeros for hidden keys in ``tile`` [BLOCK, WIDTH], which begins with key ``column``; called by one warp.
 
@@ -45,12 +70,19 @@ def blank_hidden(tile, line, column, mask, BLOCK: gl.constexpr, WIDTH: gl.conste
     """
     caps_ptr, _spans, pitch, _, _ = mask
     ROWS: gl.constexpr = 8  # the period of the swizzle
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
-    caps = caps_ptr + line.to(gl.int64) * pitch + column + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    COLUMNS: gl.constexpr = 64 if WIDTH > 64 else WIDTH  # the copying warp has 24 registers
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [1, 1], [1, 0])
+    caps_ptr += line.to(gl.int64) * pitch + column + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    caps = gl.load(caps_ptr)
     for i in gl.static_range(BLOCK // ROWS):
-        rows = tile.slice(i * ROWS, ROWS, dim=0)
-        x = rows.load(L)
-        rows.store(gl.where((gl.load(caps + i * ROWS) > 0.0)[:, None], x, gl.zeros_like(x)))
+        if i + 1 < BLOCK // ROWS:
+            caps_next = gl.load(caps_ptr + (i + 1) * ROWS)
+        for c in gl.static_range(WIDTH // COLUMNS):
+            piece = tile.slice(i * ROWS, ROWS, dim=0).slice(c * COLUMNS, COLUMNS, dim=1)
+            x = piece.load(L)
+            piece.store(cleared(x, gl.broadcast(caps[:, None], x)[0]))
+        if i + 1 < BLOCK // ROWS:
+            caps = caps_next
     fence_async_shared()
 
 
