@@ -1,0 +1,364 @@
+"""Backward passes of heads wider than 128 columns on Hopper: dk, dv (owner: 64 keys) and dq (owner: 128 queries).
+
+The sums of 64 keys fill the registers of two warpgroups, so these share the work by kind and not by row::
+
+    warpgroup 0    S^T  = K Q^T     P  = exp2(S^T - reference)    dv += P^T dO
+    warpgroup 1    dP^T = V dO^T    dS = P (dP^T - delta)         dk += dS^T Q
+
+P goes from one to the other in float32 through shared memory: four products a tile, none twice. In dq a sum of 64
+queries fits one warpgroup, and there are two, 64 queries each. As in ``backward``, every result has one writer and
+programs are persistent.
+"""
+
+from biasflash.backends.hopper.backward_step import own_extent
+from biasflash.backends.hopper.backward_wide_step import (
+    ROWS,
+    added_products,
+    await_tile,
+    copy_tile,
+    form,
+    no_sums,
+    own_keys,
+    own_queries,
+    piece_ring,
+    return_tile,
+    scores,
+    store_pieces,
+    weights,
+)
+from biasflash.backends.hopper.deal import deal, first_lot, following
+from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, warpgroup_mma_wait
+from biasflash.backends.hopper.pipeline import hand_back, ring_barriers, start_ring, wait_empty, wait_full
+from biasflash.tile.softmax import LOG2E
+
+NUMBERS = ["inner", "items", "M", "N", "heads", "group", "batch", "shift"]
+DKDV_MOVES = ["k_moves", "v_moves", "q_moves", "dout_moves", "dk_moves", "dv_moves"]
+DQ_MOVES = ["q_moves", "dout_moves", "k_moves", "v_moves", "dq_moves"]
+
+
+@jit
+def copy_for_keys(descs, moves, row_descs, own, met, rows, numbers, FORM: gl.constexpr):
+    """The copying warp of dk and dv: keys and values of an item, then query tiles, row statistics with the queries."""
+    k_desc, v_desc, q_desc, dout_desc = descs
+    k_moves, v_moves, q_moves, dout_moves = moves
+    inner, items, _, _, heads, group, _, _ = numbers
+    extent = own_extent(numbers, 1, True)
+    dealt = deal(items, extent, FORM)
+    lot, turn, item, use = first_lot(FORM), 0, 0, 0
+    while lot < dealt[0]:
+        h, b, own_row, start, tiles, _ = own_keys(lot, turn, dealt, extent, numbers, FORM)
+        copy_tile(k_desc, k_moves, b, inner, h, own_row, own[0], item, (), FORM.OWN_1, FORM)
+        copy_tile(v_desc, v_moves, b, inner, h, own_row, own[1], item, (), FORM.OWN_2, FORM)
+        for member in range(group):
+            head = h * group + member
+            lines = (row_descs, rows, b * heads + head)
+            for j in range(tiles):
+                row = start + j * ROWS
+                copy_tile(q_desc, q_moves, b, inner, head, row, met[0], use, lines, FORM.FIRST, FORM)
+                copy_tile(dout_desc, dout_moves, b, inner, head, row, met[1], use, (), FORM.SECOND, FORM)
+                use += 1
+        item += 1
+        lot, turn = following(lot, turn, dealt, extent, FORM)
+
+
+@jit
+def hand_on(p, p_tile, p_bars, use):
+    """Weights of the ``use``-th tile to the other warpgroup."""
+    wait_empty(p_bars[1], use, 1)
+    p_tile.store(p)
+    hand_back(p_bars[0], use, 1)
+
+
+@jit
+def reference_of(rows, use, FORM: gl.constexpr):
+    """A row statistic of query tile ``use`` for every column of transposed scores."""
+    return rows.index(use % FORM.FIRST.LINES).reshape([ROWS]).load(gl.SliceLayout(0, FORM.S))[None, :]
+
+
+@jit
+def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl.constexpr):
+    """Warpgroup 0. Weights of a tile are computed while dv of the tile before is summed."""
+    inner, items, _, _, _, group, _, shift = numbers
+    unit = scale * LOG2E
+    key = gl.arange(0, ROWS, layout=gl.SliceLayout(1, FORM.S))[:, None]
+    query = gl.arange(0, ROWS, layout=gl.SliceLayout(0, FORM.S))[None, :]
+    extent = own_extent(numbers, 1, True)
+    dealt = deal(items, extent, FORM)
+    lot, turn, item, use = first_lot(FORM), 0, 0, 0
+    while lot < dealt[0]:
+        h, b, own_row, start, tiles, masked = own_keys(lot, turn, dealt, extent, numbers, FORM)
+        await_tile(own[0], item, FORM.OWN_1)
+        past = own_row - start - shift  # how far the first query's last visible key is before the first key
+        s = scores(own[0][0], met[0], use, FORM.FIRST, FORM)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        hides = masked > 0 if FORM.IS_CAUSAL else False
+        p = weights(s, reference_of(rows[0], use, FORM), unit, key + past <= query, hides, FORM)
+        hand_on(p, p_tile, p_bars, use)
+        operand = gl.convert_layout(p.to(FORM.DTYPE), FORM.P)
+        x = no_sums(FORM.SECOND, FORM)
+        j = 0
+        for _ in range(1, tiles * group):
+            j = gl.where(j + 1 < tiles, j + 1, 0)
+            s = scores(own[0][0], met[0], use + 1, FORM.FIRST, FORM)
+            await_tile(met[1], use, FORM.SECOND)
+            x = added_products(x, operand, met[1], use, FORM.SECOND, FORM)
+            return_tile(met[0], use, FORM.FIRST)  # the product under way has taken in its weights and statistics
+            s = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s,))
+            hides = j < masked if FORM.IS_CAUSAL else False
+            seen = key + (past - j * ROWS) <= query
+            p = weights(s, reference_of(rows[0], use + 1, FORM), unit, seen, hides, FORM)
+            hand_on(p, p_tile, p_bars, use + 1)
+            deps = x + (operand,)  # noqa: RUF005
+            done = warpgroup_mma_wait(0, deps=deps)
+            x = done[: FORM.SECOND.COUNT]
+            return_tile(met[1], use, FORM.SECOND)
+            operand = gl.convert_layout(p.to(FORM.DTYPE), FORM.P)
+            use += 1
+        await_tile(met[1], use, FORM.SECOND)
+        x = added_products(x, operand, met[1], use, FORM.SECOND, FORM)
+        return_tile(met[0], use, FORM.FIRST)
+        deps = x + (operand,)  # noqa: RUF005
+        done = warpgroup_mma_wait(0, deps=deps)
+        x = done[: FORM.SECOND.COUNT]
+        return_tile(met[1], use, FORM.SECOND)
+        use += 1
+        store_pieces(x, 1.0, own[0][0], FORM.FIRST.COUNT, desc, moves, b, inner, h, own_row, FORM)
+        return_tile(own[0], item, FORM.OWN_1)
+        item += 1
+        lot, turn = following(lot, turn, dealt, extent, FORM)
+
+
+@jit
+def score_gradients(dp, met, rows, p_tile, p_bars, use, FORM: gl.constexpr):
+    """dS of query tile ``use`` as the left operand of dk's products."""
+    wait_full(met[0][1], use * FORM.FIRST.USES, FORM.FIRST.UNITS)  # row statistics come with the queries
+    delta = reference_of(rows[1], use, FORM)
+    wait_full(p_bars[0], use, 1)
+    ds = p_tile.load(FORM.S) * (dp - delta)
+    return gl.convert_layout(ds.to(FORM.DTYPE), FORM.P)
+
+
+@jit
+def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl.constexpr):
+    """Warpgroup 1. dk of a tile comes before dP of the next one: its queries are held longest."""
+    inner, items, _, _, _, group, _, _ = numbers
+    extent = own_extent(numbers, 1, True)
+    dealt = deal(items, extent, FORM)
+    lot, turn, item, use = first_lot(FORM), 0, 0, 0
+    while lot < dealt[0]:
+        h, b, own_row, _start, tiles, _ = own_keys(lot, turn, dealt, extent, numbers, FORM)
+        await_tile(own[1], item, FORM.OWN_2)
+        dp = scores(own[1][0], met[1], use, FORM.SECOND, FORM)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        return_tile(met[1], use, FORM.SECOND)
+        operand = score_gradients(dp, met, rows, p_tile, p_bars, use, FORM)
+        x = no_sums(FORM.FIRST, FORM)
+        for _ in range(1, tiles * group):
+            await_tile(met[0], use, FORM.FIRST)
+            x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
+            hand_back(p_bars[1], use, 1)  # no sooner: the product's operand was made of these weights
+            dp = scores(own[1][0], met[1], use + 1, FORM.SECOND, FORM)
+            deps = x + (operand,)  # noqa: RUF005
+            done = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=deps)
+            x = done[: FORM.FIRST.COUNT]
+            return_tile(met[0], use, FORM.FIRST)
+            use += 1
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            return_tile(met[1], use, FORM.SECOND)
+            operand = score_gradients(dp, met, rows, p_tile, p_bars, use, FORM)
+        await_tile(met[0], use, FORM.FIRST)
+        x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
+        hand_back(p_bars[1], use, 1)
+        deps = x + (operand,)  # noqa: RUF005
+        done = warpgroup_mma_wait(0, deps=deps)
+        x = done[: FORM.FIRST.COUNT]
+        return_tile(met[0], use, FORM.FIRST)
+        use += 1
+        store_pieces(x, scale, own[1][0], FORM.SECOND.COUNT, desc, moves, b, inner, h, own_row, FORM)
+        return_tile(own[1], item, FORM.OWN_2)
+        item += 1
+        lot, turn = following(lot, turn, dealt, extent, FORM)
+
+
+@jit(do_not_specialize=NUMBERS + DKDV_MOVES)
+def wide_dkdv_kernel(
+    k_desc, v_desc, q_desc, dout_desc, reference_desc, delta_desc, dk_desc, dv_desc,
+    k_moves, v_moves, q_moves, dout_moves, dk_moves, dv_moves,
+    inner, items, M, N, heads, group, batch, shift, scale,
+    PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, UNITS_1: gl.constexpr, PIECES_2: gl.constexpr,
+    GROUP_2: gl.constexpr, UNITS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ORDER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dk = scale dS^T Q and dv = P^T dO of every key, without a bias.
+
+    All but row statistics are descriptors ``(b0, b1, head, row, column)`` with boxes of 64 x PIECE; ``reference,
+    delta`` are ``(b heads + h, row)`` in float32, box 1 x 64. PIECES_1 of q, k and dk, PIECES_2 of v, dout and dv; a
+    ring of UNITS slots has GROUP pieces in each. Items: tiles of 64 keys x batch x key heads; the query heads of a key
+    head are summed in registers.
+    """
+    FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 64, PIECE, PIECES_1, GROUP_1, UNITS_1, PIECES_2, GROUP_2, UNITS_2,
+                              q_desc.dtype)  # fmt: skip
+    gl.static_assert(2 * FORM.FIRST.USES <= UNITS_1, "two query tiles are held at a time")
+    gl.static_assert(2 * FORM.SECOND.USES <= UNITS_2, "two tiles of output gradients are held at a time")
+    own = (piece_ring(k_desc, FORM.OWN_1, 1), piece_ring(v_desc, FORM.OWN_2, 1))
+    met = (piece_ring(q_desc, FORM.FIRST, 2), piece_ring(dout_desc, FORM.SECOND, 2))
+    row_descs = (reference_desc, delta_desc)
+    rows = statistics_tiles(row_descs, FORM.FIRST.LINES)
+    # a row of 64 is eight chunks of 32 bytes: exchanged by row, threads of a quarter warp meet in no bank
+    layout: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0])
+    p_tile = gl.allocate_shared_memory(gl.float32, [64, 64], layout)
+    p_bars = (ring_barriers(1), ring_barriers(1))
+    start_ring(p_bars[0], p_bars[1], 1, 1)
+    fence_async_shared()
+    numbers = (inner, items, M, N, heads, group, batch, shift)
+    descs = (k_desc, v_desc, q_desc, dout_desc)
+    moves = (k_moves, v_moves, q_moves, dout_moves)
+    gl.warp_specialize(
+        [
+            (sum_dv, (dv_desc, dv_moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM)),
+            (sum_dk, (dk_desc, dk_moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM)),
+            (copy_for_keys, (descs, moves, row_descs, own, met, rows, numbers, FORM)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@jit
+def copy_for_queries(descs, moves, row_descs, own, met, rows, numbers, FORM: gl.constexpr):
+    """The copying warp of dq: 128 queries of an item with their statistics, then tiles of keys and values."""
+    q_desc, dout_desc, k_desc, v_desc = descs
+    q_moves, dout_moves, k_moves, v_moves = moves
+    inner, items, _, _, heads, group, _, _ = numbers
+    extent = own_extent(numbers, 1, False)
+    dealt = deal(items, extent, FORM)
+    lot, turn, item, use = first_lot(FORM), 0, 0, 0
+    while lot < dealt[0]:
+        h, b, own_row, start, tiles, _ = own_queries(lot, turn, dealt, extent, numbers, FORM)
+        for w in gl.static_range(2):
+            row = own_row + w * ROWS
+            lines = (row_descs, rows[w], b * heads + h)
+            copy_tile(q_desc, q_moves, b, inner, h, row, own[0][w], item, lines, FORM.OWN_1, FORM)
+            copy_tile(dout_desc, dout_moves, b, inner, h, row, own[1][w], item, (), FORM.OWN_2, FORM)
+        for j in range(tiles):
+            row = start - j * ROWS
+            copy_tile(k_desc, k_moves, b, inner, h // group, row, met[0], use, (), FORM.FIRST, FORM)
+            copy_tile(v_desc, v_moves, b, inner, h // group, row, met[1], use, (), FORM.SECOND, FORM)
+            use += 1
+        item += 1
+        lot, turn = following(lot, turn, dealt, extent, FORM)
+
+
+@jit
+def query_gradients(s, dp, statistics, met, use, unit, seen, hides, FORM: gl.constexpr):
+    """dS of key tile ``use`` as the left operand of dq's products: weights are computed while dP is under way."""
+    reference, delta = statistics
+    p = weights(s, reference, unit, seen, hides, FORM)
+    # Long since landed: its loop ends the basic block, so that the assembler cannot lift the wait for dP above the
+    # exponentials.
+    await_tile(met[1], use, FORM.SECOND)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    return_tile(met[1], use, FORM.SECOND)
+    return gl.convert_layout((p * (dp - delta)).to(FORM.DTYPE), FORM.P)
+
+
+@jit
+def sum_dq(w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, HIDES: gl.constexpr, FORM: gl.constexpr):
+    """A computing warpgroup of dq: 64 of the queries. A tile's dq is summed before the next tile's scores."""
+    inner, items, _, N, _, _, _, shift = numbers
+    unit = scale * LOG2E
+    query = gl.arange(0, ROWS, layout=gl.SliceLayout(1, FORM.S))[:, None]
+    key = gl.arange(0, ROWS, layout=gl.SliceLayout(0, FORM.S))[None, :]
+    q_ring = own[0][w]
+    dout_ring = own[1][w]
+    extent = own_extent(numbers, 1, False)
+    dealt = deal(items, extent, FORM)
+    lot, turn, item, use = first_lot(FORM), 0, 0, 0
+    while lot < dealt[0]:
+        h, b, own_row, start, tiles, masked = own_queries(lot, turn, dealt, extent, numbers, FORM)
+        last = N - 1  # key that a row sees
+        if FORM.IS_CAUSAL:
+            last = gl.minimum(query + (own_row + w * ROWS + shift), last)
+        await_tile(q_ring, item, FORM.OWN_1)
+        await_tile(dout_ring, item, FORM.OWN_2)
+        reference = rows[w][0].index(0).reshape([ROWS]).load(gl.SliceLayout(1, FORM.S))[:, None]
+        delta = rows[w][1].index(0).reshape([ROWS]).load(gl.SliceLayout(1, FORM.S))[:, None]
+        statistics = (reference, delta)
+        s_0 = scores(q_ring[0], met[0], use, FORM.FIRST, FORM)
+        dp_0 = scores(dout_ring[0], met[1], use, FORM.SECOND, FORM)
+        s_0 = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s_0,))
+        hides = masked > 0 if HIDES else False
+        operand = query_gradients(s_0, dp_0, statistics, met, use, unit, key + start <= last, hides, FORM)
+        x = no_sums(FORM.FIRST, FORM)
+        for j in range(1, tiles):
+            x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
+            s = scores(q_ring[0], met[0], use + 1, FORM.FIRST, FORM)
+            deps = x + (operand,)  # noqa: RUF005
+            done = warpgroup_mma_wait(FORM.FIRST.COUNT, deps=deps)
+            x = done[: FORM.FIRST.COUNT]
+            return_tile(met[0], use, FORM.FIRST)
+            use += 1
+            dp = scores(dout_ring[0], met[1], use, FORM.SECOND, FORM)
+            s = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s,))
+            hides = j < masked if HIDES else False
+            seen = key + (start - j * ROWS) <= last
+            operand = query_gradients(s, dp, statistics, met, use, unit, seen, hides, FORM)
+        x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
+        deps = x + (operand,)  # noqa: RUF005
+        done = warpgroup_mma_wait(0, deps=deps)
+        x = done[: FORM.FIRST.COUNT]
+        return_tile(met[0], use, FORM.FIRST)
+        use += 1
+        return_tile(dout_ring, item, FORM.OWN_2)
+        store_pieces(x, scale, q_ring[0], FORM.FIRST.COUNT, desc, moves, b, inner, h, own_row + w * ROWS, FORM)
+        return_tile(q_ring, item, FORM.OWN_1)
+        item += 1
+        lot, turn = following(lot, turn, dealt, extent, FORM)
+
+
+@jit
+def statistics_tiles(row_descs, LINES: gl.constexpr):
+    """Shared memory for row statistics of LINES tiles."""
+    line: gl.constexpr = [LINES] + row_descs[0].block_type.shape  # noqa: RUF005
+    return (
+        gl.allocate_shared_memory(gl.float32, line, row_descs[0].layout),
+        gl.allocate_shared_memory(gl.float32, line, row_descs[1].layout),
+    )
+
+
+@jit(do_not_specialize=NUMBERS + DQ_MOVES)
+def wide_dq_kernel(
+    q_desc, dout_desc, k_desc, v_desc, reference_desc, delta_desc, dq_desc,
+    q_moves, dout_moves, k_moves, v_moves, dq_moves,
+    inner, items, M, N, heads, group, batch, shift, scale,
+    PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, UNITS_1: gl.constexpr, PIECES_2: gl.constexpr,
+    GROUP_2: gl.constexpr, UNITS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ODD_N: gl.constexpr,
+    ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dq = scale dS K of every query, without a bias. As ``wide_dkdv_kernel``; items: tiles of 128 queries x batch x
+    heads."""
+    FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 128, PIECE, PIECES_1, GROUP_1, UNITS_1, PIECES_2, GROUP_2, UNITS_2,
+                              q_desc.dtype)  # fmt: skip
+    HIDES: gl.constexpr = IS_CAUSAL or ODD_N
+    gl.static_assert(2 * FORM.FIRST.USES <= UNITS_1, "two key tiles are held at a time")
+    gl.static_assert(FORM.SECOND.USES <= UNITS_2, "a tile of values waits for its own slot")
+    own = (
+        (piece_ring(q_desc, FORM.OWN_1, 1), piece_ring(q_desc, FORM.OWN_1, 1)),
+        (piece_ring(dout_desc, FORM.OWN_2, 1), piece_ring(dout_desc, FORM.OWN_2, 1)),
+    )
+    met = (piece_ring(k_desc, FORM.FIRST, 2), piece_ring(v_desc, FORM.SECOND, 2))
+    row_descs = (reference_desc, delta_desc)
+    rows = (statistics_tiles(row_descs, 1), statistics_tiles(row_descs, 1))
+    fence_async_shared()
+    numbers = (inner, items, M, N, heads, group, batch, shift)
+    descs = (q_desc, dout_desc, k_desc, v_desc)
+    moves = (q_moves, dout_moves, k_moves, v_moves)
+    gl.warp_specialize(
+        [
+            (sum_dq, (0, dq_desc, dq_moves, own, met, rows, numbers, scale, HIDES, FORM)),
+            (sum_dq, (1, dq_desc, dq_moves, own, met, rows, numbers, scale, HIDES, FORM)),
+            (copy_for_queries, (descs, moves, row_descs, own, met, rows, numbers, FORM)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
