@@ -14,6 +14,7 @@ from biasflash.backends.hopper.backward_step import own_extent
 from biasflash.backends.hopper.backward_wide_step import (
     ROWS,
     added_products,
+    await_sums,
     await_tile,
     copy_tile,
     form,
@@ -108,19 +109,13 @@ def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl
             seen = key + (past - j * ROWS) <= query
             p = weights(s, reference_of(rows[0], use + 1, FORM), unit, seen, hides, FORM)
             hand_on(p, p_tile, p_bars, use + 1)
-            deps = x + (operand,)  # noqa: RUF005
-            done = warpgroup_mma_wait(0, deps=deps)
-            x = done[: FORM.SECOND.COUNT]
-            return_tile(met[1], use, FORM.SECOND)
+            x = await_sums(x, operand, met[1], use, 0, FORM.SECOND)
             operand = gl.convert_layout(p.to(FORM.DTYPE), FORM.P)
             use += 1
         await_tile(met[1], use, FORM.SECOND)
         x = added_products(x, operand, met[1], use, FORM.SECOND, FORM)
         return_tile(met[0], use, FORM.FIRST)
-        deps = x + (operand,)  # noqa: RUF005
-        done = warpgroup_mma_wait(0, deps=deps)
-        x = done[: FORM.SECOND.COUNT]
-        return_tile(met[1], use, FORM.SECOND)
+        x = await_sums(x, operand, met[1], use, 0, FORM.SECOND)
         use += 1
         store_pieces(x, 1.0, own[0][0], FORM.FIRST.COUNT, desc, moves, b, inner, h, own_row, FORM)
         return_tile(own[0], item, FORM.OWN_1)
@@ -131,7 +126,7 @@ def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl
 @jit
 def score_gradients(dp, met, rows, p_tile, p_bars, use, FORM: gl.constexpr):
     """dS of query tile ``use`` as the left operand of dk's products."""
-    wait_full(met[0][1], use * FORM.FIRST.USES, FORM.FIRST.UNITS)  # row statistics come with the queries
+    wait_full(met[0][1], use * FORM.FIRST.USES, FORM.FIRST.SLOTS)  # row statistics come with the queries
     delta = reference_of(rows[1], use, FORM)
     wait_full(p_bars[0], use, 1)
     ds = p_tile.load(FORM.S) * (dp - delta)
@@ -158,10 +153,7 @@ def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl
             x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
             hand_back(p_bars[1], use, 1)  # no sooner: the product's operand was made of these weights
             dp = scores(own[1][0], met[1], use + 1, FORM.SECOND, FORM)
-            deps = x + (operand,)  # noqa: RUF005
-            done = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=deps)
-            x = done[: FORM.FIRST.COUNT]
-            return_tile(met[0], use, FORM.FIRST)
+            x = await_sums(x, operand, met[0], use, FORM.SECOND.COUNT, FORM.FIRST)
             use += 1
             dp = warpgroup_mma_wait(0, deps=(dp,))
             return_tile(met[1], use, FORM.SECOND)
@@ -169,10 +161,7 @@ def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl
         await_tile(met[0], use, FORM.FIRST)
         x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
         hand_back(p_bars[1], use, 1)
-        deps = x + (operand,)  # noqa: RUF005
-        done = warpgroup_mma_wait(0, deps=deps)
-        x = done[: FORM.FIRST.COUNT]
-        return_tile(met[0], use, FORM.FIRST)
+        x = await_sums(x, operand, met[0], use, 0, FORM.FIRST)
         use += 1
         store_pieces(x, scale, own[1][0], FORM.SECOND.COUNT, desc, moves, b, inner, h, own_row, FORM)
         return_tile(own[1], item, FORM.OWN_2)
@@ -185,21 +174,21 @@ def wide_dkdv_kernel(
     k_desc, v_desc, q_desc, dout_desc, reference_desc, delta_desc, dk_desc, dv_desc,
     k_moves, v_moves, q_moves, dout_moves, dk_moves, dv_moves,
     inner, items, M, N, heads, group, batch, shift, scale,
-    PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, UNITS_1: gl.constexpr, PIECES_2: gl.constexpr,
-    GROUP_2: gl.constexpr, UNITS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ORDER: gl.constexpr,
+    PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, SLOTS_1: gl.constexpr, PIECES_2: gl.constexpr,
+    GROUP_2: gl.constexpr, SLOTS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk = scale dS^T Q and dv = P^T dO of every key, without a bias.
 
     All but row statistics are descriptors ``(b0, b1, head, row, column)`` with boxes of 64 x PIECE; ``reference,
     delta`` are ``(b heads + h, row)`` in float32, box 1 x 64. PIECES_1 of q, k and dk, PIECES_2 of v, dout and dv; a
-    ring of UNITS slots has GROUP pieces in each. Items: tiles of 64 keys x batch x key heads; the query heads of a key
+    ring of SLOTS slots has GROUP pieces in each. Items: tiles of 64 keys x batch x key heads; the query heads of a key
     head are summed in registers.
     """
-    FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 64, PIECE, PIECES_1, GROUP_1, UNITS_1, PIECES_2, GROUP_2, UNITS_2,
+    FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 64, PIECE, PIECES_1, GROUP_1, SLOTS_1, PIECES_2, GROUP_2, SLOTS_2,
                               q_desc.dtype)  # fmt: skip
-    gl.static_assert(2 * FORM.FIRST.USES <= UNITS_1, "two query tiles are held at a time")
-    gl.static_assert(2 * FORM.SECOND.USES <= UNITS_2, "two tiles of output gradients are held at a time")
+    gl.static_assert(2 * FORM.FIRST.USES <= SLOTS_1, "two query tiles are held at a time")
+    gl.static_assert(2 * FORM.SECOND.USES <= SLOTS_2, "two tiles of output gradients are held at a time")
     own = (piece_ring(k_desc, FORM.OWN_1, 1), piece_ring(v_desc, FORM.OWN_2, 1))
     met = (piece_ring(q_desc, FORM.FIRST, 2), piece_ring(dout_desc, FORM.SECOND, 2))
     row_descs = (reference_desc, delta_desc)
@@ -293,10 +282,7 @@ def sum_dq(w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, HIDES: 
         for j in range(1, tiles):
             x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
             s = scores(q_ring[0], met[0], use + 1, FORM.FIRST, FORM)
-            deps = x + (operand,)  # noqa: RUF005
-            done = warpgroup_mma_wait(FORM.FIRST.COUNT, deps=deps)
-            x = done[: FORM.FIRST.COUNT]
-            return_tile(met[0], use, FORM.FIRST)
+            x = await_sums(x, operand, met[0], use, FORM.FIRST.COUNT, FORM.FIRST)
             use += 1
             dp = scores(dout_ring[0], met[1], use, FORM.SECOND, FORM)
             s = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s,))
@@ -304,10 +290,7 @@ def sum_dq(w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, HIDES: 
             seen = key + (start - j * ROWS) <= last
             operand = query_gradients(s, dp, statistics, met, use, unit, seen, hides, FORM)
         x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
-        deps = x + (operand,)  # noqa: RUF005
-        done = warpgroup_mma_wait(0, deps=deps)
-        x = done[: FORM.FIRST.COUNT]
-        return_tile(met[0], use, FORM.FIRST)
+        x = await_sums(x, operand, met[0], use, 0, FORM.FIRST)
         use += 1
         return_tile(dout_ring, item, FORM.OWN_2)
         store_pieces(x, scale, q_ring[0], FORM.FIRST.COUNT, desc, moves, b, inner, h, own_row + w * ROWS, FORM)
@@ -331,17 +314,17 @@ def wide_dq_kernel(
     q_desc, dout_desc, k_desc, v_desc, reference_desc, delta_desc, dq_desc,
     q_moves, dout_moves, k_moves, v_moves, dq_moves,
     inner, items, M, N, heads, group, batch, shift, scale,
-    PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, UNITS_1: gl.constexpr, PIECES_2: gl.constexpr,
-    GROUP_2: gl.constexpr, UNITS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ODD_N: gl.constexpr,
+    PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, SLOTS_1: gl.constexpr, PIECES_2: gl.constexpr,
+    GROUP_2: gl.constexpr, SLOTS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ODD_N: gl.constexpr,
     ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dS K of every query, without a bias. As ``wide_dkdv_kernel``; items: tiles of 128 queries x batch x
     heads."""
-    FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 128, PIECE, PIECES_1, GROUP_1, UNITS_1, PIECES_2, GROUP_2, UNITS_2,
+    FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 128, PIECE, PIECES_1, GROUP_1, SLOTS_1, PIECES_2, GROUP_2, SLOTS_2,
                               q_desc.dtype)  # fmt: skip
     HIDES: gl.constexpr = IS_CAUSAL or ODD_N
-    gl.static_assert(2 * FORM.FIRST.USES <= UNITS_1, "two key tiles are held at a time")
-    gl.static_assert(FORM.SECOND.USES <= UNITS_2, "a tile of values waits for its own slot")
+    gl.static_assert(2 * FORM.FIRST.USES <= SLOTS_1, "two key tiles are held at a time")
+    gl.static_assert(FORM.SECOND.USES <= SLOTS_2, "a tile of values waits for its own slot")
     own = (
         (piece_ring(q_desc, FORM.OWN_1, 1), piece_ring(q_desc, FORM.OWN_1, 1)),
         (piece_ring(dout_desc, FORM.OWN_2, 1), piece_ring(dout_desc, FORM.OWN_2, 1)),

@@ -20,13 +20,14 @@ from biasflash.backends.hopper.gluon import (
     tma_load,
     tma_store,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 from biasflash.tile.span import key_span, query_span
 
 ROWS = gl.constexpr(64)  # of a tile, owned or met
 
-Side: Any = make_dataclass("Side", ["COUNT", "GROUP", "UNITS", "USES", "LINES", "X"], frozen=True)
+Side: Any = make_dataclass("Side", ["COUNT", "GROUP", "SLOTS", "USES", "LINES", "X"], frozen=True)
 NAMES = [
     "IS_CAUSAL", "ORDER", "BLOCK_M", "D_BLOCK", "DV_BLOCK", "PIECE", "FIRST", "SECOND", "OWN_1", "OWN_2", "S", "P",
     "DTYPE",
@@ -36,20 +37,20 @@ Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
 @constexpr_function
 def form(
-    is_causal: Any, order: Any, own: Any, piece: Any, count_1: Any, group_1: Any, units_1: Any, count_2: Any,
-    group_2: Any, units_2: Any, dtype: Any,
+    is_causal: Any, order: Any, own: Any, piece: Any, count_1: Any, group_1: Any, slots_1: Any, count_2: Any,
+    group_2: Any, slots_2: Any, dtype: Any,
 ) -> Any:  # fmt: skip
     """Constants of a kernel. FIRST: of q and k (width D), SECOND: of v and dout (width Dv); OWN_*: tiles that stay.
 
-    A side has COUNT pieces in a tile, GROUP in a slot, UNITS slots in its ring, USES slots for a tile, and row
+    A side has COUNT pieces in a tile, GROUP in a slot, SLOTS slots in its ring, USES slots for a tile, and row
     statistics of LINES tiles: one of them is free when the tile's first slot is. S, X and P: layouts of scores, of a
     sum of one piece, and of the left operand that goes into it.
     """
     s, x = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16]) for n in (64, piece))
     p = gl.DotOperandLayout(operand_index=0, parent=x, k_width=2)
-    counts = ((count_1, group_1, units_1), (count_2, group_2, units_2), (count_1, count_1, 1), (count_2, count_2, 1))
+    counts = ((count_1, group_1, slots_1), (count_2, group_2, slots_2), (count_1, count_1, 1), (count_2, count_2, 1))
     uses = [n // group for n, group, _ in counts]
-    lines = [-(-units // n) for (_, _, units), n in zip(counts, uses, strict=True)]
+    lines = [-(-slots // n) for (_, _, slots), n in zip(counts, uses, strict=True)]
     sides = [
         Side(*(gl.constexpr(v) for v in (*count, n, line, x)))
         for count, n, line in zip(counts, uses, lines, strict=True)
@@ -91,17 +92,17 @@ def own_queries(lot, turn, dealt, extent, numbers, FORM: gl.constexpr):
 @jit
 def piece_ring(desc, SIDE: gl.constexpr, READERS: gl.constexpr):
     """(pieces, full, empty) of a ring; a fence must follow."""
-    shape: gl.constexpr = [SIDE.UNITS * SIDE.GROUP] + desc.block_type.shape  # noqa: RUF005
+    shape: gl.constexpr = [SIDE.SLOTS * SIDE.GROUP] + desc.block_type.shape  # noqa: RUF005
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    full, empty = ring_barriers(SIDE.UNITS), ring_barriers(SIDE.UNITS)
-    start_ring(full, empty, SIDE.UNITS, READERS)
+    full, empty = ring_barriers(SIDE.SLOTS), ring_barriers(SIDE.SLOTS)
+    start_ring(full, empty, SIDE.SLOTS, READERS)
     return tiles, full, empty
 
 
 @jit
 def piece_of(ring, tile, c: gl.constexpr, SIDE: gl.constexpr, FORM: gl.constexpr):
     """Piece ``c`` of a tile: the ``tile``-th use of the ring."""
-    slot = (tile * SIDE.USES + c // SIDE.GROUP) % SIDE.UNITS
+    slot = (tile * SIDE.USES + c // SIDE.GROUP) % SIDE.SLOTS
     return ring[0].index(slot * SIDE.GROUP + c % SIDE.GROUP).reshape([ROWS, FORM.PIECE])
 
 
@@ -117,8 +118,8 @@ def copy_tile(desc, moves, b, inner, h, row, ring, tile, lines, SIDE: gl.constex
     row_bytes: gl.constexpr = 2 * lines[0][0].block_type.nbytes if len(lines) > 0 else 0
     for n in gl.static_range(SIDE.USES):
         use = tile * SIDE.USES + n
-        wait_empty(empty, use, SIDE.UNITS)
-        slot = use % SIDE.UNITS
+        wait_empty(empty, use, SIDE.SLOTS)
+        slot = use % SIDE.SLOTS
         bar = full.index(slot)
         mbarrier.expect(bar, SIDE.GROUP * desc.block_type.nbytes + (row_bytes if n == 0 else 0))
         for c in gl.static_range(SIDE.GROUP):
@@ -133,14 +134,14 @@ def copy_tile(desc, moves, b, inner, h, row, ring, tile, lines, SIDE: gl.constex
 def return_tile(ring, tile, SIDE: gl.constexpr):
     """Hand back every slot of a tile."""
     for n in gl.static_range(SIDE.USES):
-        hand_back(ring[2], tile * SIDE.USES + n, SIDE.UNITS)
+        hand_back(ring[2], tile * SIDE.USES + n, SIDE.SLOTS)
 
 
 @jit
 def await_tile(ring, tile, SIDE: gl.constexpr):
     """Wait until every slot of a tile has landed."""
     for n in gl.static_range(SIDE.USES):
-        wait_full(ring[1], tile * SIDE.USES + n, SIDE.UNITS)
+        wait_full(ring[1], tile * SIDE.USES + n, SIDE.SLOTS)
 
 
 @jit
@@ -149,7 +150,7 @@ def scores(own, ring, tile, SIDE: gl.constexpr, FORM: gl.constexpr):
     s = gl.zeros([ROWS, ROWS], gl.float32, layout=FORM.S)
     for c in gl.static_range(SIDE.COUNT):
         if c % SIDE.GROUP == 0:
-            wait_full(ring[1], tile * SIDE.USES + c // SIDE.GROUP, SIDE.UNITS)
+            wait_full(ring[1], tile * SIDE.USES + c // SIDE.GROUP, SIDE.SLOTS)
         met = piece_of(ring, tile, c, SIDE, FORM).permute((1, 0))
         left = own.index(c).reshape([ROWS, FORM.PIECE])
         s = warpgroup_mma(left, met, s, use_acc=c > 0, is_async=True)
@@ -162,6 +163,18 @@ def added_products(x, operand, ring, tile, SIDE: gl.constexpr, FORM: gl.constexp
     out = ()
     for c in gl.static_range(SIDE.COUNT):
         out = added(out, warpgroup_mma(operand, piece_of(ring, tile, c, SIDE, FORM), x[c], is_async=True))
+    return out
+
+
+@jit
+def await_sums(x, operand, ring, tile, BEHIND: gl.constexpr, SIDE: gl.constexpr):
+    """Wait for ``added_products``, behind which BEHIND products were started, and hand back its tile slot by slot."""
+    out = ()
+    for n in gl.static_range(SIDE.USES):
+        deps = x[n * SIDE.GROUP : (n + 1) * SIDE.GROUP] + (operand,)  # noqa: RUF005
+        done = warpgroup_mma_wait(BEHIND + (SIDE.USES - 1 - n) * SIDE.GROUP, deps=deps)
+        out = out + done[: SIDE.GROUP]
+        hand_back(ring[2], tile * SIDE.USES + n, SIDE.SLOTS)
     return out
 
 
