@@ -210,7 +210,8 @@ class HopperBackward(BackwardPlan):
             "PIECES_2": tile.width_v // tile.piece,
             "GROUP_2": tile.ring_v[0],
             "SLOTS_2": tile.ring_v[1],
-            "ODD_N": p.N % 64 != 0,
+            "HELD_1": tile.held[0],
+            "HELD_2": tile.held[1],
         }
         kernels = {"dkdv": backward_wide.wide_dkdv_kernel, "dq": backward_wide.wide_dq_kernel}
         return record(ops, kernels[kernel], given, tile)

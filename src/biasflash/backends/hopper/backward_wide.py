@@ -18,6 +18,7 @@ from biasflash.backends.hopper.backward_wide_step import (
     await_tile,
     copy_tile,
     form,
+    held,
     no_sums,
     own_keys,
     own_queries,
@@ -77,7 +78,7 @@ def reference_of(rows, use, FORM: gl.constexpr):
 
 
 @jit
-def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl.constexpr):
+def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD: gl.constexpr, FORM: gl.constexpr):
     """Warpgroup 0. Weights of a tile are computed while dv of the tile before is summed."""
     inner, items, _, _, _, group, _, shift = numbers
     unit = scale * LOG2E
@@ -89,24 +90,25 @@ def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl
     while lot < dealt[0]:
         h, b, own_row, start, tiles, masked = own_keys(lot, turn, dealt, extent, numbers, FORM)
         await_tile(own[0], item, FORM.OWN_1)
-        past = own_row - start - shift  # how far the first query's last visible key is before the first key
-        s = scores(own[0][0], met[0], use, FORM.FIRST, FORM)
+        keys = held(own[0][0], HELD, FORM)
+        sees = start + shift - own_row  # the last of these keys that the first query sees
+        s = scores(own[0][0], keys, met[0], use, FORM.FIRST, FORM)
         s = warpgroup_mma_wait(0, deps=(s,))
         hides = masked > 0 if FORM.IS_CAUSAL else False
-        p = weights(s, reference_of(rows[0], use, FORM), unit, key + past <= query, hides, FORM)
+        p = weights(s, reference_of(rows[0], use, FORM), unit, key <= query + sees, hides, FORM)
         hand_on(p, p_tile, p_bars, use)
         operand = gl.convert_layout(p.to(FORM.DTYPE), FORM.P)
         x = no_sums(FORM.SECOND, FORM)
         j = 0
         for _ in range(1, tiles * group):
             j = gl.where(j + 1 < tiles, j + 1, 0)
-            s = scores(own[0][0], met[0], use + 1, FORM.FIRST, FORM)
+            s = scores(own[0][0], keys, met[0], use + 1, FORM.FIRST, FORM)
             await_tile(met[1], use, FORM.SECOND)
             x = added_products(x, operand, met[1], use, FORM.SECOND, FORM)
             return_tile(met[0], use, FORM.FIRST)  # the product under way has taken in its weights and statistics
             s = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s,))
             hides = j < masked if FORM.IS_CAUSAL else False
-            seen = key + (past - j * ROWS) <= query
+            seen = key <= query + (sees + j * ROWS)
             p = weights(s, reference_of(rows[0], use + 1, FORM), unit, seen, hides, FORM)
             hand_on(p, p_tile, p_bars, use + 1)
             x = await_sums(x, operand, met[1], use, 0, FORM.SECOND)
@@ -134,7 +136,7 @@ def score_gradients(dp, met, rows, p_tile, p_bars, use, FORM: gl.constexpr):
 
 
 @jit
-def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl.constexpr):
+def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD: gl.constexpr, FORM: gl.constexpr):
     """Warpgroup 1. dk of a tile comes before dP of the next one: its queries are held longest."""
     inner, items, _, _, _, group, _, _ = numbers
     extent = own_extent(numbers, 1, True)
@@ -143,7 +145,8 @@ def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl
     while lot < dealt[0]:
         h, b, own_row, _start, tiles, _ = own_keys(lot, turn, dealt, extent, numbers, FORM)
         await_tile(own[1], item, FORM.OWN_2)
-        dp = scores(own[1][0], met[1], use, FORM.SECOND, FORM)
+        values = held(own[1][0], HELD, FORM)
+        dp = scores(own[1][0], values, met[1], use, FORM.SECOND, FORM)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         return_tile(met[1], use, FORM.SECOND)
         operand = score_gradients(dp, met, rows, p_tile, p_bars, use, FORM)
@@ -152,7 +155,7 @@ def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM: gl
             await_tile(met[0], use, FORM.FIRST)
             x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
             hand_back(p_bars[1], use, 1)  # no sooner: the product's operand was made of these weights
-            dp = scores(own[1][0], met[1], use + 1, FORM.SECOND, FORM)
+            dp = scores(own[1][0], values, met[1], use + 1, FORM.SECOND, FORM)
             x = await_sums(x, operand, met[0], use, FORM.SECOND.COUNT, FORM.FIRST)
             use += 1
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -176,7 +179,8 @@ def wide_dkdv_kernel(
     inner, items, M, N, heads, group, batch, shift, scale,
     PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, SLOTS_1: gl.constexpr, PIECES_2: gl.constexpr,
     GROUP_2: gl.constexpr, SLOTS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ORDER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HELD_1: gl.constexpr, HELD_2: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk = scale dS^T Q and dv = P^T dO of every key, without a bias.
 
@@ -204,8 +208,8 @@ def wide_dkdv_kernel(
     moves = (k_moves, v_moves, q_moves, dout_moves)
     gl.warp_specialize(
         [
-            (sum_dv, (dv_desc, dv_moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM)),
-            (sum_dk, (dk_desc, dk_moves, own, met, rows, p_tile, p_bars, numbers, scale, FORM)),
+            (sum_dv, (dv_desc, dv_moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD_1, FORM)),
+            (sum_dk, (dk_desc, dk_moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD_2, FORM)),
             (copy_for_keys, (descs, moves, row_descs, own, met, rows, numbers, FORM)),
         ],
         [4, 1],
@@ -252,7 +256,7 @@ def query_gradients(s, dp, statistics, met, use, unit, seen, hides, FORM: gl.con
 
 
 @jit
-def sum_dq(w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, HIDES: gl.constexpr, FORM: gl.constexpr):
+def sum_dq(w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, FORM: gl.constexpr):
     """A computing warpgroup of dq: 64 of the queries. A tile's dq is summed before the next tile's scores."""
     inner, items, _, N, _, _, _, shift = numbers
     unit = scale * LOG2E
@@ -273,20 +277,19 @@ def sum_dq(w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, HIDES: 
         reference = rows[w][0].index(0).reshape([ROWS]).load(gl.SliceLayout(1, FORM.S))[:, None]
         delta = rows[w][1].index(0).reshape([ROWS]).load(gl.SliceLayout(1, FORM.S))[:, None]
         statistics = (reference, delta)
-        s_0 = scores(q_ring[0], met[0], use, FORM.FIRST, FORM)
-        dp_0 = scores(dout_ring[0], met[1], use, FORM.SECOND, FORM)
+        s_0 = scores(q_ring[0], (), met[0], use, FORM.FIRST, FORM)
+        dp_0 = scores(dout_ring[0], (), met[1], use, FORM.SECOND, FORM)
         s_0 = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s_0,))
-        hides = masked > 0 if HIDES else False
-        operand = query_gradients(s_0, dp_0, statistics, met, use, unit, key + start <= last, hides, FORM)
+        operand = query_gradients(s_0, dp_0, statistics, met, use, unit, key + start <= last, masked > 0, FORM)
         x = no_sums(FORM.FIRST, FORM)
         for j in range(1, tiles):
             x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
-            s = scores(q_ring[0], met[0], use + 1, FORM.FIRST, FORM)
+            s = scores(q_ring[0], (), met[0], use + 1, FORM.FIRST, FORM)
             x = await_sums(x, operand, met[0], use, FORM.FIRST.COUNT, FORM.FIRST)
             use += 1
-            dp = scores(dout_ring[0], met[1], use, FORM.SECOND, FORM)
+            dp = scores(dout_ring[0], (), met[1], use, FORM.SECOND, FORM)
             s = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s,))
-            hides = j < masked if HIDES else False
+            hides = j < masked if FORM.IS_CAUSAL else False  # the last keys came first
             seen = key + (start - j * ROWS) <= last
             operand = query_gradients(s, dp, statistics, met, use, unit, seen, hides, FORM)
         x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
@@ -315,14 +318,13 @@ def wide_dq_kernel(
     q_moves, dout_moves, k_moves, v_moves, dq_moves,
     inner, items, M, N, heads, group, batch, shift, scale,
     PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, SLOTS_1: gl.constexpr, PIECES_2: gl.constexpr,
-    GROUP_2: gl.constexpr, SLOTS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ODD_N: gl.constexpr,
+    GROUP_2: gl.constexpr, SLOTS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr,
     ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dS K of every query, without a bias. As ``wide_dkdv_kernel``; items: tiles of 128 queries x batch x
     heads."""
     FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 128, PIECE, PIECES_1, GROUP_1, SLOTS_1, PIECES_2, GROUP_2, SLOTS_2,
                               q_desc.dtype)  # fmt: skip
-    HIDES: gl.constexpr = IS_CAUSAL or ODD_N
     gl.static_assert(2 * FORM.FIRST.USES <= SLOTS_1, "two key tiles are held at a time")
     gl.static_assert(FORM.SECOND.USES <= SLOTS_2, "a tile of values waits for its own slot")
     own = (
@@ -338,8 +340,8 @@ def wide_dq_kernel(
     moves = (q_moves, dout_moves, k_moves, v_moves)
     gl.warp_specialize(
         [
-            (sum_dq, (0, dq_desc, dq_moves, own, met, rows, numbers, scale, HIDES, FORM)),
-            (sum_dq, (1, dq_desc, dq_moves, own, met, rows, numbers, scale, HIDES, FORM)),
+            (sum_dq, (0, dq_desc, dq_moves, own, met, rows, numbers, scale, FORM)),
+            (sum_dq, (1, dq_desc, dq_moves, own, met, rows, numbers, scale, FORM)),
             (copy_for_queries, (descs, moves, row_descs, own, met, rows, numbers, FORM)),
         ],
         [4, 1],

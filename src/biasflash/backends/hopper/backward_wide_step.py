@@ -30,7 +30,7 @@ ROWS = gl.constexpr(64)  # of a tile, owned or met
 Side: Any = make_dataclass("Side", ["COUNT", "GROUP", "SLOTS", "USES", "LINES", "X"], frozen=True)
 NAMES = [
     "IS_CAUSAL", "ORDER", "BLOCK_M", "D_BLOCK", "DV_BLOCK", "PIECE", "FIRST", "SECOND", "OWN_1", "OWN_2", "S", "P",
-    "DTYPE",
+    "OWN", "DTYPE",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -43,11 +43,11 @@ def form(
     """Constants of a kernel. FIRST: of q and k (width D), SECOND: of v and dout (width Dv); OWN_*: tiles that stay.
 
     A side has COUNT pieces in a tile, GROUP in a slot, SLOTS slots in its ring, USES slots for a tile, and row
-    statistics of LINES tiles: one of them is free when the tile's first slot is. S, X and P: layouts of scores, of a
-    sum of one piece, and of the left operand that goes into it.
+    statistics of LINES tiles: one of them is free when the tile's first slot is. S, X, P, OWN: layouts of scores,
+    of a sum of one piece, of the left operand that goes into that, and of one that goes into scores.
     """
     s, x = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16]) for n in (64, piece))
-    p = gl.DotOperandLayout(operand_index=0, parent=x, k_width=2)
+    p, left = (gl.DotOperandLayout(operand_index=0, parent=acc, k_width=2) for acc in (x, s))
     counts = ((count_1, group_1, slots_1), (count_2, group_2, slots_2), (count_1, count_1, 1), (count_2, count_2, 1))
     uses = [n // group for n, group, _ in counts]
     lines = [-(-slots // n) for (_, _, slots), n in zip(counts, uses, strict=True)]
@@ -55,7 +55,7 @@ def form(
         Side(*(gl.constexpr(v) for v in (*count, n, line, x)))
         for count, n, line in zip(counts, uses, lines, strict=True)
     ]
-    plain = (is_causal, order, own, piece * count_1, piece * count_2, piece, *sides, s, p, dtype)
+    plain = (is_causal, order, own, piece * count_1, piece * count_2, piece, *sides, s, p, left, dtype)
     return Form(*(gl.constexpr(v) for v in plain))
 
 
@@ -145,14 +145,23 @@ def await_tile(ring, tile, SIDE: gl.constexpr):
 
 
 @jit
-def scores(own, ring, tile, SIDE: gl.constexpr, FORM: gl.constexpr):
-    """Start own rows times a met tile, transposed, in COUNT products."""
+def held(own, COUNT: gl.constexpr, FORM: gl.constexpr):
+    """The first COUNT pieces of own rows in registers."""
+    out = ()
+    for c in gl.static_range(COUNT):
+        out = added(out, own.index(c).reshape([ROWS, FORM.PIECE]).load(FORM.OWN))
+    return out
+
+
+@jit
+def scores(own, kept, ring, tile, SIDE: gl.constexpr, FORM: gl.constexpr):
+    """Start own rows times a met tile, transposed, in COUNT products. ``kept``: what of own rows is in registers."""
     s = gl.zeros([ROWS, ROWS], gl.float32, layout=FORM.S)
     for c in gl.static_range(SIDE.COUNT):
         if c % SIDE.GROUP == 0:
             wait_full(ring[1], tile * SIDE.USES + c // SIDE.GROUP, SIDE.SLOTS)
         met = piece_of(ring, tile, c, SIDE, FORM).permute((1, 0))
-        left = own.index(c).reshape([ROWS, FORM.PIECE])
+        left = kept[c] if c < len(kept) else own.index(c).reshape([ROWS, FORM.PIECE])
         s = warpgroup_mma(left, met, s, use_acc=c > 0, is_async=True)
     return s
 

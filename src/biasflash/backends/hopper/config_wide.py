@@ -22,6 +22,7 @@ class WideTile:
     ring: tuple[int, int]
     ring_v: tuple[int, int]
     why: str
+    held: tuple[int, int] = (0, 0)  # pieces of the keys and of the values of wide_dkdv that are kept in registers
 
     @property
     def own(self) -> int:
