@@ -656,7 +656,8 @@ def test_every_tile_of_the_tables_can_be_chosen() -> None:
     }
     assert backward - {None} == set(config.BACKWARD)
     pairs = [(a, b) for a, b in product(range(64, 257, 64), repeat=2) if config_wide.is_wide(a, b)]
-    assert {config_wide.wide_tile(name, *pair) for name in ("dq", "dkdv") for pair in pairs} == set(config_wide.WIDE)
+    wide = {config_wide.wide_tile(name, *pair, causal) for name in ("dq", "dkdv") for pair in pairs for causal in flags}
+    assert wide == set(config_wide.WIDE)
 
 
 def test_a_new_length_compiles_nothing() -> None:

@@ -197,7 +197,7 @@ class HopperBackward(BackwardPlan):
     def _wide(self, kernel: str) -> DescriptorLaunch:
         """dk and dv, or dq, of heads that take their columns in pieces."""
         p, ops = self.problem, self.ops
-        tile = config_wide.wide_tile(kernel, p.D, p.Dv)
+        tile = config_wide.wide_tile(kernel, p.D, p.Dv, p.causal_shift is not None)
         names = ("q", "k", "v", "dout", *(("dk", "dv") if kernel == "dkdv" else ("dq",)))
         boxes = {name: boxed(ops, name, 64, tile.piece) for name in names}
         length, heads = (p.N, p.Hkv) if kernel == "dkdv" else (p.M, p.Hq)

@@ -256,7 +256,10 @@ def query_gradients(s, dp, statistics, met, use, unit, seen, hides, FORM: gl.con
 
 
 @jit
-def sum_dq(w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, FORM: gl.constexpr):
+def sum_dq(
+    w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, HELD_1: gl.constexpr, HELD_2: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
     """A computing warpgroup of dq: 64 of the queries. A tile's dq is summed before the next tile's scores."""
     inner, items, _, N, _, _, _, shift = numbers
     unit = scale * LOG2E
@@ -274,20 +277,22 @@ def sum_dq(w: gl.constexpr, desc, moves, own, met, rows, numbers, scale, FORM: g
             last = gl.minimum(query + (own_row + w * ROWS + shift), last)
         await_tile(q_ring, item, FORM.OWN_1)
         await_tile(dout_ring, item, FORM.OWN_2)
+        queries = held(q_ring[0], HELD_1, FORM)
+        gradients = held(dout_ring[0], HELD_2, FORM)
         reference = rows[w][0].index(0).reshape([ROWS]).load(gl.SliceLayout(1, FORM.S))[:, None]
         delta = rows[w][1].index(0).reshape([ROWS]).load(gl.SliceLayout(1, FORM.S))[:, None]
         statistics = (reference, delta)
-        s_0 = scores(q_ring[0], (), met[0], use, FORM.FIRST, FORM)
-        dp_0 = scores(dout_ring[0], (), met[1], use, FORM.SECOND, FORM)
+        s_0 = scores(q_ring[0], queries, met[0], use, FORM.FIRST, FORM)
+        dp_0 = scores(dout_ring[0], gradients, met[1], use, FORM.SECOND, FORM)
         s_0 = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s_0,))
         operand = query_gradients(s_0, dp_0, statistics, met, use, unit, key + start <= last, masked > 0, FORM)
         x = no_sums(FORM.FIRST, FORM)
         for j in range(1, tiles):
             x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
-            s = scores(q_ring[0], (), met[0], use + 1, FORM.FIRST, FORM)
+            s = scores(q_ring[0], queries, met[0], use + 1, FORM.FIRST, FORM)
             x = await_sums(x, operand, met[0], use, FORM.FIRST.COUNT, FORM.FIRST)
             use += 1
-            dp = scores(dout_ring[0], (), met[1], use, FORM.SECOND, FORM)
+            dp = scores(dout_ring[0], gradients, met[1], use, FORM.SECOND, FORM)
             s = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s,))
             hides = j < masked if FORM.IS_CAUSAL else False  # the last keys came first
             seen = key + (start - j * ROWS) <= last
@@ -318,8 +323,8 @@ def wide_dq_kernel(
     q_moves, dout_moves, k_moves, v_moves, dq_moves,
     inner, items, M, N, heads, group, batch, shift, scale,
     PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, SLOTS_1: gl.constexpr, PIECES_2: gl.constexpr,
-    GROUP_2: gl.constexpr, SLOTS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    GROUP_2: gl.constexpr, SLOTS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ORDER: gl.constexpr,
+    HELD_1: gl.constexpr, HELD_2: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dS K of every query, without a bias. As ``wide_dkdv_kernel``; items: tiles of 128 queries x batch x
     heads."""
@@ -340,8 +345,8 @@ def wide_dq_kernel(
     moves = (q_moves, dout_moves, k_moves, v_moves)
     gl.warp_specialize(
         [
-            (sum_dq, (0, dq_desc, dq_moves, own, met, rows, numbers, scale, FORM)),
-            (sum_dq, (1, dq_desc, dq_moves, own, met, rows, numbers, scale, FORM)),
+            (sum_dq, (0, dq_desc, dq_moves, own, met, rows, numbers, scale, HELD_1, HELD_2, FORM)),
+            (sum_dq, (1, dq_desc, dq_moves, own, met, rows, numbers, scale, HELD_1, HELD_2, FORM)),
             (copy_for_queries, (descs, moves, row_descs, own, met, rows, numbers, FORM)),
         ],
         [4, 1],

@@ -11,8 +11,9 @@ from biasflash.backends.hopper import config
 class WideTile:
     """A program of wide_dkdv (64 keys stay) or wide_dq (128 queries stay); tiles of 64 rows stream, without a bias.
 
-    Heads are pieces of ``piece`` columns. A ring has (pieces of a slot, slots): of queries or keys, and of output
-    gradients or values.
+    Heads are pieces of ``piece`` columns. ``ring``: pieces of a slot, and slots, of queries or keys; ``ring_v``: of
+    output gradients or values. ``held``: pieces of what stays that are kept in registers, of keys and values in
+    wide_dkdv, of queries and output gradients in wide_dq.
     """
 
     kernel: str
@@ -21,8 +22,9 @@ class WideTile:
     piece: int
     ring: tuple[int, int]
     ring_v: tuple[int, int]
+    held: tuple[int, int]
     why: str
-    held: tuple[int, int] = (0, 0)  # pieces of the keys and of the values of wide_dkdv that are kept in registers
+    is_causal: bool | None = None  # only for these; None: for all
 
     @property
     def own(self) -> int:
@@ -33,16 +35,40 @@ class WideTile:
         return f"{self.own} x 64 of {columns}, 2 warpgroups, {self.ring[1]} and {self.ring_v[1]} slots"
 
 
-_EXACT = "products are not filled up with zeros"
+def _tile(
+    kernel: str,
+    widths: tuple[int, int],
+    piece: int,
+    rings: tuple[int, int, int, int],
+    held: tuple[int, int],
+    why: str,
+    is_causal: bool | None = None,
+) -> WideTile:
+    """``rings``: pieces of a slot and slots, of both rings."""
+    return WideTile(
+        kernel=kernel,
+        width=widths[0],
+        width_v=widths[1],
+        piece=piece,
+        ring=rings[:2],
+        ring_v=rings[2:],
+        held=held,
+        why=why,
+        is_causal=is_causal,
+    )
+
+
 #: A slot holds half a tile of 256 columns: more than two tiles do not fit, and with slots of whole ones a model of the
-#: rings has the products idle for a fifth of the time.
+#: rings has the products idle for a fifth of the time. Score products of 64 columns read as many bytes of shared memory
+#: as it delivers meanwhile; with the left operand in registers they read half of that.
 WIDE: tuple[WideTile, ...] = (
-    WideTile(kernel="dkdv", width=192, width_v=128, piece=64, ring=(3, 4), ring_v=(2, 4), why=_EXACT),
-    WideTile(kernel="dkdv", width=192, width_v=192, piece=64, ring=(3, 3), ring_v=(3, 3), why=_EXACT),
-    WideTile(kernel="dkdv", width=256, width_v=256, piece=128, ring=(1, 5), ring_v=(1, 4), why="226 KB"),
-    WideTile(kernel="dq", width=192, width_v=128, piece=64, ring=(3, 3), ring_v=(2, 3), why=_EXACT),
-    WideTile(kernel="dq", width=192, width_v=192, piece=64, ring=(3, 3), ring_v=(3, 2), why=_EXACT),
-    WideTile(kernel="dq", width=256, width_v=256, piece=128, ring=(1, 4), ring_v=(1, 2), why="226 KB"),
+    _tile("dkdv", (192, 128), 64, (3, 4, 2, 4), (3, 2), "no product is filled up with zeros"),
+    _tile("dkdv", (192, 192), 64, (3, 3, 3, 3), (3, 3), "no product is filled up with zeros"),
+    _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (0, 0), "operands in registers spill", is_causal=True),
+    _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (1, 1), "226 KB, no spills"),
+    _tile("dq", (192, 128), 64, (3, 3, 2, 3), (2, 0), "no product is filled up with zeros"),
+    _tile("dq", (192, 192), 64, (3, 3, 3, 2), (2, 0), "no product is filled up with zeros"),
+    _tile("dq", (256, 256), 128, (1, 4, 1, 2), (0, 0), "226 KB, no spills"),
 )
 
 
@@ -51,5 +77,6 @@ def is_wide(width: int, width_v: int) -> bool:
     return max(width, width_v) > max(tile.width for tile in config.BACKWARD)
 
 
-def wide_tile(kernel: str, width: int, width_v: int) -> WideTile:
-    return next(t for t in WIDE if t.kernel == kernel and width <= t.width and width_v <= t.width_v)
+def wide_tile(kernel: str, width: int, width_v: int, is_causal: bool) -> WideTile:
+    fits = (t for t in WIDE if t.kernel == kernel and width <= t.width and width_v <= t.width_v)
+    return next(t for t in fits if t.is_causal in (None, is_causal))
