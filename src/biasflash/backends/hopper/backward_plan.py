@@ -210,6 +210,7 @@ class HopperBackward(BackwardPlan):
             "PIECES_2": tile.width_v // tile.piece,
             "GROUP_2": tile.ring_v[0],
             "SLOTS_2": tile.ring_v[1],
+            "OWN_SLOTS": tile.own_slots,
             "HELD_1": tile.held[0],
             "HELD_2": tile.held[1],
         }

@@ -90,9 +90,9 @@ def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD: gl
     while lot < dealt[0]:
         h, b, own_row, start, tiles, masked = own_keys(lot, turn, dealt, extent, numbers, FORM)
         await_tile(own[0], item, FORM.OWN_1)
-        keys = held(own[0][0], HELD, FORM)
+        keys = held(own[0], item, HELD, FORM.OWN_1, FORM)
         sees = start + shift - own_row  # the last of these keys that the first query sees
-        s = scores(own[0][0], keys, met[0], use, FORM.FIRST, FORM)
+        s = scores(own[0], item, keys, met[0], use, FORM.OWN_1, FORM.FIRST, FORM)
         s = warpgroup_mma_wait(0, deps=(s,))
         hides = masked > 0 if FORM.IS_CAUSAL else False
         p = weights(s, reference_of(rows[0], use, FORM), unit, key <= query + sees, hides, FORM)
@@ -102,7 +102,7 @@ def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD: gl
         j = 0
         for _ in range(1, tiles * group):
             j = gl.where(j + 1 < tiles, j + 1, 0)
-            s = scores(own[0][0], keys, met[0], use + 1, FORM.FIRST, FORM)
+            s = scores(own[0], item, keys, met[0], use + 1, FORM.OWN_1, FORM.FIRST, FORM)
             await_tile(met[1], use, FORM.SECOND)
             x = added_products(x, operand, met[1], use, FORM.SECOND, FORM)
             return_tile(met[0], use, FORM.FIRST)  # the product under way has taken in its weights and statistics
@@ -119,7 +119,7 @@ def sum_dv(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD: gl
         return_tile(met[0], use, FORM.FIRST)
         x = await_sums(x, operand, met[1], use, 0, FORM.SECOND)
         use += 1
-        store_pieces(x, 1.0, own[0][0], FORM.FIRST.COUNT, desc, moves, b, inner, h, own_row, FORM)
+        store_pieces(x, 1.0, own[0], item, desc, moves, b, inner, h, own_row, FORM.OWN_1, FORM)
         return_tile(own[0], item, FORM.OWN_1)
         item += 1
         lot, turn = following(lot, turn, dealt, extent, FORM)
@@ -145,8 +145,8 @@ def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD: gl
     while lot < dealt[0]:
         h, b, own_row, _start, tiles, _ = own_keys(lot, turn, dealt, extent, numbers, FORM)
         await_tile(own[1], item, FORM.OWN_2)
-        values = held(own[1][0], HELD, FORM)
-        dp = scores(own[1][0], values, met[1], use, FORM.SECOND, FORM)
+        values = held(own[1], item, HELD, FORM.OWN_2, FORM)
+        dp = scores(own[1], item, values, met[1], use, FORM.OWN_2, FORM.SECOND, FORM)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         return_tile(met[1], use, FORM.SECOND)
         operand = score_gradients(dp, met, rows, p_tile, p_bars, use, FORM)
@@ -155,7 +155,7 @@ def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD: gl
             await_tile(met[0], use, FORM.FIRST)
             x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
             hand_back(p_bars[1], use, 1)  # no sooner: the product's operand was made of these weights
-            dp = scores(own[1][0], values, met[1], use + 1, FORM.SECOND, FORM)
+            dp = scores(own[1], item, values, met[1], use + 1, FORM.OWN_2, FORM.SECOND, FORM)
             x = await_sums(x, operand, met[0], use, FORM.SECOND.COUNT, FORM.FIRST)
             use += 1
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -166,7 +166,7 @@ def sum_dk(desc, moves, own, met, rows, p_tile, p_bars, numbers, scale, HELD: gl
         hand_back(p_bars[1], use, 1)
         x = await_sums(x, operand, met[0], use, 0, FORM.FIRST)
         use += 1
-        store_pieces(x, scale, own[1][0], FORM.SECOND.COUNT, desc, moves, b, inner, h, own_row, FORM)
+        store_pieces(x, scale, own[1], item, desc, moves, b, inner, h, own_row, FORM.OWN_2, FORM)
         return_tile(own[1], item, FORM.OWN_2)
         item += 1
         lot, turn = following(lot, turn, dealt, extent, FORM)
@@ -179,18 +179,19 @@ def wide_dkdv_kernel(
     inner, items, M, N, heads, group, batch, shift, scale,
     PIECES_1: gl.constexpr, GROUP_1: gl.constexpr, SLOTS_1: gl.constexpr, PIECES_2: gl.constexpr,
     GROUP_2: gl.constexpr, SLOTS_2: gl.constexpr, PIECE: gl.constexpr, IS_CAUSAL: gl.constexpr, ORDER: gl.constexpr,
-    HELD_1: gl.constexpr, HELD_2: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    OWN_SLOTS: gl.constexpr, HELD_1: gl.constexpr, HELD_2: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk = scale dS^T Q and dv = P^T dO of every key, without a bias.
 
     All but row statistics are descriptors ``(b0, b1, head, row, column)`` with boxes of 64 x PIECE; ``reference,
     delta`` are ``(b heads + h, row)`` in float32, box 1 x 64. PIECES_1 of q, k and dk, PIECES_2 of v, dout and dv; a
-    ring of SLOTS slots has GROUP pieces in each. Items: tiles of 64 keys x batch x key heads; the query heads of a key
+    ring of SLOTS slots has GROUP pieces in each. OWN_SLOTS: items whose keys and values are copied in at a time; of them
+    HELD pieces go to registers. Items: tiles of 64 keys x batch x key heads; the query heads of a key
     head are summed in registers.
     """
     FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 64, PIECE, PIECES_1, GROUP_1, SLOTS_1, PIECES_2, GROUP_2, SLOTS_2,
-                              q_desc.dtype)  # fmt: skip
+                              OWN_SLOTS, q_desc.dtype)  # fmt: skip
     gl.static_assert(2 * FORM.FIRST.USES <= SLOTS_1, "two query tiles are held at a time")
     gl.static_assert(2 * FORM.SECOND.USES <= SLOTS_2, "two tiles of output gradients are held at a time")
     own = (piece_ring(k_desc, FORM.OWN_1, 1), piece_ring(v_desc, FORM.OWN_2, 1))
@@ -277,22 +278,22 @@ def sum_dq(
             last = gl.minimum(query + (own_row + w * ROWS + shift), last)
         await_tile(q_ring, item, FORM.OWN_1)
         await_tile(dout_ring, item, FORM.OWN_2)
-        queries = held(q_ring[0], HELD_1, FORM)
-        gradients = held(dout_ring[0], HELD_2, FORM)
+        queries = held(q_ring, item, HELD_1, FORM.OWN_1, FORM)
+        gradients = held(dout_ring, item, HELD_2, FORM.OWN_2, FORM)
         reference = rows[w][0].index(0).reshape([ROWS]).load(gl.SliceLayout(1, FORM.S))[:, None]
         delta = rows[w][1].index(0).reshape([ROWS]).load(gl.SliceLayout(1, FORM.S))[:, None]
         statistics = (reference, delta)
-        s_0 = scores(q_ring[0], queries, met[0], use, FORM.FIRST, FORM)
-        dp_0 = scores(dout_ring[0], gradients, met[1], use, FORM.SECOND, FORM)
+        s_0 = scores(q_ring, item, queries, met[0], use, FORM.OWN_1, FORM.FIRST, FORM)
+        dp_0 = scores(dout_ring, item, gradients, met[1], use, FORM.OWN_2, FORM.SECOND, FORM)
         s_0 = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s_0,))
         operand = query_gradients(s_0, dp_0, statistics, met, use, unit, key + start <= last, masked > 0, FORM)
         x = no_sums(FORM.FIRST, FORM)
         for j in range(1, tiles):
             x = added_products(x, operand, met[0], use, FORM.FIRST, FORM)
-            s = scores(q_ring[0], queries, met[0], use + 1, FORM.FIRST, FORM)
+            s = scores(q_ring, item, queries, met[0], use + 1, FORM.OWN_1, FORM.FIRST, FORM)
             x = await_sums(x, operand, met[0], use, FORM.FIRST.COUNT, FORM.FIRST)
             use += 1
-            dp = scores(dout_ring[0], gradients, met[1], use, FORM.SECOND, FORM)
+            dp = scores(dout_ring, item, gradients, met[1], use, FORM.OWN_2, FORM.SECOND, FORM)
             s = warpgroup_mma_wait(FORM.SECOND.COUNT, deps=(s,))
             hides = j < masked if FORM.IS_CAUSAL else False  # the last keys came first
             seen = key + (start - j * ROWS) <= last
@@ -301,7 +302,7 @@ def sum_dq(
         x = await_sums(x, operand, met[0], use, 0, FORM.FIRST)
         use += 1
         return_tile(dout_ring, item, FORM.OWN_2)
-        store_pieces(x, scale, q_ring[0], FORM.FIRST.COUNT, desc, moves, b, inner, h, own_row + w * ROWS, FORM)
+        store_pieces(x, scale, q_ring, item, desc, moves, b, inner, h, own_row + w * ROWS, FORM.OWN_1, FORM)
         return_tile(q_ring, item, FORM.OWN_1)
         item += 1
         lot, turn = following(lot, turn, dealt, extent, FORM)
@@ -329,7 +330,7 @@ def wide_dq_kernel(
     """dq = scale dS K of every query, without a bias. As ``wide_dkdv_kernel``; items: tiles of 128 queries x batch x
     heads."""
     FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 128, PIECE, PIECES_1, GROUP_1, SLOTS_1, PIECES_2, GROUP_2, SLOTS_2,
-                              q_desc.dtype)  # fmt: skip
+                              1, q_desc.dtype)  # fmt: skip
     gl.static_assert(2 * FORM.FIRST.USES <= SLOTS_1, "two key tiles are held at a time")
     gl.static_assert(FORM.SECOND.USES <= SLOTS_2, "a tile of values waits for its own slot")
     own = (

@@ -38,7 +38,7 @@ Form: Any = make_dataclass("Form", NAMES, frozen=True)
 @constexpr_function
 def form(
     is_causal: Any, order: Any, own: Any, piece: Any, count_1: Any, group_1: Any, slots_1: Any, count_2: Any,
-    group_2: Any, slots_2: Any, dtype: Any,
+    group_2: Any, slots_2: Any, own_slots: Any, dtype: Any,
 ) -> Any:  # fmt: skip
     """Constants of a kernel. FIRST: of q and k (width D), SECOND: of v and dout (width Dv); OWN_*: tiles that stay.
 
@@ -48,7 +48,8 @@ def form(
     """
     s, x = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16]) for n in (64, piece))
     p, left = (gl.DotOperandLayout(operand_index=0, parent=acc, k_width=2) for acc in (x, s))
-    counts = ((count_1, group_1, slots_1), (count_2, group_2, slots_2), (count_1, count_1, 1), (count_2, count_2, 1))
+    counts = ((count_1, group_1, slots_1), (count_2, group_2, slots_2))
+    counts += ((count_1, count_1, own_slots), (count_2, count_2, own_slots))
     uses = [n // group for n, group, _ in counts]
     lines = [-(-slots // n) for (_, _, slots), n in zip(counts, uses, strict=True)]
     sides = [
@@ -145,23 +146,23 @@ def await_tile(ring, tile, SIDE: gl.constexpr):
 
 
 @jit
-def held(own, COUNT: gl.constexpr, FORM: gl.constexpr):
-    """The first COUNT pieces of own rows in registers."""
+def held(own, item, COUNT: gl.constexpr, SIDE: gl.constexpr, FORM: gl.constexpr):
+    """The first COUNT pieces of an item's own rows in registers."""
     out = ()
     for c in gl.static_range(COUNT):
-        out = added(out, own.index(c).reshape([ROWS, FORM.PIECE]).load(FORM.OWN))
+        out = added(out, piece_of(own, item, c, SIDE, FORM).load(FORM.OWN))
     return out
 
 
 @jit
-def scores(own, kept, ring, tile, SIDE: gl.constexpr, FORM: gl.constexpr):
-    """Start own rows times a met tile, transposed, in COUNT products. ``kept``: what of own rows is in registers."""
+def scores(own, item, kept, ring, tile, OWN: gl.constexpr, SIDE: gl.constexpr, FORM: gl.constexpr):
+    """Start an item's own rows times a met tile, transposed, in COUNT products. ``kept``: own pieces in registers."""
     s = gl.zeros([ROWS, ROWS], gl.float32, layout=FORM.S)
     for c in gl.static_range(SIDE.COUNT):
         if c % SIDE.GROUP == 0:
             wait_full(ring[1], tile * SIDE.USES + c // SIDE.GROUP, SIDE.SLOTS)
         met = piece_of(ring, tile, c, SIDE, FORM).permute((1, 0))
-        left = kept[c] if c < len(kept) else own.index(c).reshape([ROWS, FORM.PIECE])
+        left = kept[c] if c < len(kept) else piece_of(own, item, c, OWN, FORM)
         s = warpgroup_mma(left, met, s, use_acc=c > 0, is_async=True)
     return s
 
@@ -206,14 +207,14 @@ def weights(s, reference, unit, seen, hides, FORM: gl.constexpr):
 
 
 @jit
-def store_pieces(x, factor, tiles, HAVE: gl.constexpr, desc, moves, b, inner, h, row, FORM: gl.constexpr):
-    """Write sums to device memory through HAVE shared pieces, whose readers are done."""
+def store_pieces(x, factor, own, item, desc, moves, b, inner, h, row, SIDE: gl.constexpr, FORM: gl.constexpr):
+    """Write sums to device memory through the item's own rows, whose readers are done."""
     b0 = b // inner
     b1 = b - b0 * inner
     for c in gl.static_range(len(x)):
-        if c >= HAVE:
-            store_wait(HAVE - 1)
-        tile = tiles.index(c % HAVE)
+        if c >= SIDE.COUNT:
+            store_wait(SIDE.COUNT - 1)
+        tile = own[0].index(item % SIDE.SLOTS * SIDE.COUNT + c % SIDE.COUNT)
         tile.reshape([ROWS, FORM.PIECE]).store((x[c] * factor).to(FORM.DTYPE))
         fence_async_shared()
         tma_store(desc, at(b0, b1, h, row, c * FORM.PIECE, moves), tile)

@@ -25,6 +25,7 @@ class WideTile:
     held: tuple[int, int]
     why: str
     is_causal: bool | None = None  # only for these; None: for all
+    own_slots: int = 1  # of wide_dkdv: items whose keys and values are copied in at a time
 
     @property
     def own(self) -> int:
@@ -43,6 +44,7 @@ def _tile(
     held: tuple[int, int],
     why: str,
     is_causal: bool | None = None,
+    own_slots: int = 1,
 ) -> WideTile:
     """``rings``: pieces of a slot and slots, of both rings."""
     return WideTile(
@@ -55,6 +57,7 @@ def _tile(
         held=held,
         why=why,
         is_causal=is_causal,
+        own_slots=own_slots,
     )
 
 
@@ -62,7 +65,7 @@ def _tile(
 #: rings has the products idle for a fifth of the time. Score products of 64 columns read as many bytes of shared memory
 #: as it delivers meanwhile; with the left operand in registers they read half of that.
 WIDE: tuple[WideTile, ...] = (
-    _tile("dkdv", (192, 128), 64, (3, 4, 2, 4), (3, 2), "no product is filled up with zeros"),
+    _tile("dkdv", (192, 128), 64, (3, 3, 2, 3), (3, 2), "no product is filled up with zeros", own_slots=2),
     _tile("dkdv", (192, 192), 64, (3, 3, 3, 3), (3, 3), "no product is filled up with zeros"),
     _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (0, 0), "operands in registers spill", is_causal=True),
     _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (1, 1), "226 KB, no spills"),
