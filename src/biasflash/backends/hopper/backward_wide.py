@@ -39,26 +39,35 @@ DQ_MOVES = ["q_moves", "dout_moves", "k_moves", "v_moves", "dq_moves"]
 
 
 @jit
+def copy_queries(descs, moves, row_descs, met, rows, use, b, inner, heads, head, row, FORM: gl.constexpr):
+    """A tile of queries with their statistics, and of output gradients."""
+    lines = (row_descs, rows, b * heads + head)
+    copy_tile(descs[2], moves[2], b, inner, head, row, met[0], use, lines, FORM.FIRST, FORM)
+    copy_tile(descs[3], moves[3], b, inner, head, row, met[1], use, (), FORM.SECOND, FORM)
+
+
+@jit
 def copy_for_keys(descs, moves, row_descs, own, met, rows, numbers, FORM: gl.constexpr):
-    """The copying warp of dk and dv: keys and values of an item, then query tiles, row statistics with the queries."""
-    k_desc, v_desc, q_desc, dout_desc = descs
-    k_moves, v_moves, q_moves, dout_moves = moves
+    """The copying warp of dk and dv. The first queries of an item come before its keys and values, whose place still
+    holds the results of the item before."""
     inner, items, _, _, heads, group, _, _ = numbers
     extent = own_extent(numbers, 1, True)
     dealt = deal(items, extent, FORM)
     lot, turn, item, use = first_lot(FORM), 0, 0, 0
     while lot < dealt[0]:
         h, b, own_row, start, tiles, _ = own_keys(lot, turn, dealt, extent, numbers, FORM)
-        copy_tile(k_desc, k_moves, b, inner, h, own_row, own[0], item, (), FORM.OWN_1, FORM)
-        copy_tile(v_desc, v_moves, b, inner, h, own_row, own[1], item, (), FORM.OWN_2, FORM)
+        head = h * group
+        copy_queries(descs, moves, row_descs, met, rows, use, b, inner, heads, head, start, FORM)
+        copy_tile(descs[0], moves[0], b, inner, h, own_row, own[0], item, (), FORM.OWN_1, FORM)
+        copy_tile(descs[1], moves[1], b, inner, h, own_row, own[1], item, (), FORM.OWN_2, FORM)
+        use += 1
+        first = 1
         for member in range(group):
-            head = h * group + member
-            lines = (row_descs, rows, b * heads + head)
-            for j in range(tiles):
+            for j in range(first, tiles):
                 row = start + j * ROWS
-                copy_tile(q_desc, q_moves, b, inner, head, row, met[0], use, lines, FORM.FIRST, FORM)
-                copy_tile(dout_desc, dout_moves, b, inner, head, row, met[1], use, (), FORM.SECOND, FORM)
+                copy_queries(descs, moves, row_descs, met, rows, use, b, inner, heads, head + member, row, FORM)
                 use += 1
+            first = 0
         item += 1
         lot, turn = following(lot, turn, dealt, extent, FORM)
 
@@ -186,9 +195,9 @@ def wide_dkdv_kernel(
 
     All but row statistics are descriptors ``(b0, b1, head, row, column)`` with boxes of 64 x PIECE; ``reference,
     delta`` are ``(b heads + h, row)`` in float32, box 1 x 64. PIECES_1 of q, k and dk, PIECES_2 of v, dout and dv; a
-    ring of SLOTS slots has GROUP pieces in each. OWN_SLOTS: items whose keys and values are copied in at a time; of them
-    HELD pieces go to registers. Items: tiles of 64 keys x batch x key heads; the query heads of a key
-    head are summed in registers.
+    ring of SLOTS slots has GROUP pieces in each. OWN_SLOTS: items whose keys and values are copied in at a time; HELD
+    pieces of them go to registers. Items: tiles of 64 keys x batch x key heads; the query heads of a key head are
+    summed in registers.
     """
     FORM: gl.constexpr = form(IS_CAUSAL, ORDER, 64, PIECE, PIECES_1, GROUP_1, SLOTS_1, PIECES_2, GROUP_2, SLOTS_2,
                               OWN_SLOTS, q_desc.dtype)  # fmt: skip
@@ -219,26 +228,30 @@ def wide_dkdv_kernel(
 
 
 @jit
+def copy_keys(descs, moves, met, use, b, inner, head, row, FORM: gl.constexpr):
+    """A tile of keys and one of values."""
+    copy_tile(descs[2], moves[2], b, inner, head, row, met[0], use, (), FORM.FIRST, FORM)
+    copy_tile(descs[3], moves[3], b, inner, head, row, met[1], use, (), FORM.SECOND, FORM)
+
+
+@jit
 def copy_for_queries(descs, moves, row_descs, own, met, rows, numbers, FORM: gl.constexpr):
-    """The copying warp of dq: 128 queries of an item with their statistics, then tiles of keys and values."""
-    q_desc, dout_desc, k_desc, v_desc = descs
-    q_moves, dout_moves, k_moves, v_moves = moves
+    """The copying warp of dq. What an item keeps comes after its first keys: its place is handed back last of all."""
     inner, items, _, _, heads, group, _, _ = numbers
     extent = own_extent(numbers, 1, False)
     dealt = deal(items, extent, FORM)
     lot, turn, item, use = first_lot(FORM), 0, 0, 0
     while lot < dealt[0]:
         h, b, own_row, start, tiles, _ = own_queries(lot, turn, dealt, extent, numbers, FORM)
+        copy_keys(descs, moves, met, use, b, inner, h // group, start, FORM)
         for w in gl.static_range(2):
-            row = own_row + w * ROWS
+            copy_tile(descs[1], moves[1], b, inner, h, own_row + w * ROWS, own[1][w], item, (), FORM.OWN_2, FORM)
+        for w in gl.static_range(2):
             lines = (row_descs, rows[w], b * heads + h)
-            copy_tile(q_desc, q_moves, b, inner, h, row, own[0][w], item, lines, FORM.OWN_1, FORM)
-            copy_tile(dout_desc, dout_moves, b, inner, h, row, own[1][w], item, (), FORM.OWN_2, FORM)
-        for j in range(tiles):
-            row = start - j * ROWS
-            copy_tile(k_desc, k_moves, b, inner, h // group, row, met[0], use, (), FORM.FIRST, FORM)
-            copy_tile(v_desc, v_moves, b, inner, h // group, row, met[1], use, (), FORM.SECOND, FORM)
-            use += 1
+            copy_tile(descs[0], moves[0], b, inner, h, own_row + w * ROWS, own[0][w], item, lines, FORM.OWN_1, FORM)
+        for j in range(1, tiles):
+            copy_keys(descs, moves, met, use + j, b, inner, h // group, start - j * ROWS, FORM)
+        use += tiles
         item += 1
         lot, turn = following(lot, turn, dealt, extent, FORM)
 

@@ -68,7 +68,7 @@ WIDE: tuple[WideTile, ...] = (
     _tile("dkdv", (192, 128), 64, (3, 3, 2, 3), (3, 2), "no product is filled up with zeros", own_slots=2),
     _tile("dkdv", (192, 192), 64, (3, 3, 3, 3), (3, 3), "no product is filled up with zeros"),
     _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (0, 0), "operands in registers spill", is_causal=True),
-    _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (1, 1), "226 KB, no spills"),
+    _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (1, 0), "226 KB, no spills"),
     _tile("dq", (192, 128), 64, (3, 3, 2, 3), (2, 0), "no product is filled up with zeros"),
     _tile("dq", (192, 192), 64, (3, 3, 3, 2), (2, 0), "no product is filled up with zeros"),
     _tile("dq", (256, 256), 128, (1, 4, 1, 2), (0, 0), "226 KB, no spills"),
