@@ -21,7 +21,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="
 
 import biasflash
 from biasflash import plan
-from biasflash.backends.hopper import backend, config, launch, objections
+from biasflash.backends.hopper import backend, config, config_wide, launch, objections
 from biasflash.backends.hopper.backward_plan import backward_recipe
 from biasflash.backends.hopper.forward_plan import forward_recipe
 from biasflash.backends.hopper.operands import Box, BuildError, DescriptorLaunch
@@ -143,7 +143,7 @@ ASKED = [
     Asked("causal d128", problem(D=128, causal=True), ("dqkv",)),
     Asked("causal grouped d128", problem(D=128, causal=True, Hkv=2), ("forward", "dkdv", "dq")),
     Asked("shared bias d128", problem(D=128, biases=SHARED), ("dkdv", "dq", "dbias")),
-    Asked("latent d192 dv128", problem(D=192, Dv=128, causal=True), ("forward",)),
+    Asked("latent d192 dv128", problem(D=192, Dv=128, causal=True), ("forward", "wide_dkdv", "wide_dq")),
     Asked("full bias d256", problem(D=256, biases=FULL), ("forward",)),
     Asked("keys d64", problem(masks=KEYS), ("dkdv", "dq")),
     Asked("keys, causal d64", problem(masks=KEYS, causal=True), ("dkdv", "dq")),
@@ -153,6 +153,11 @@ ASKED = [
     Asked("keys, shared bias d32", problem(D=32, masks=KEYS, biases=SHARED), ("dkdv", "dq", "dbias")),
     Asked("keys, shared bias d64", problem(masks=KEYS, biases=SHARED), ("dkdv", "dq", "dbias")),
     Asked("keys, shared bias d128", problem(D=128, masks=KEYS, biases=SHARED), ("dkdv", "dq", "dbias")),
+    Asked("plain d256", problem(D=256), ("wide_dkdv", "wide_dq")),
+    Asked("causal d256", problem(D=256, causal=True), ("wide_dkdv", "wide_dq")),
+    Asked(
+        "grouped half precision d192, odd length", problem(D=192, N=1000, Hkv=2, dtype=F16), ("wide_dkdv", "wide_dq")
+    ),
 ]
 #: bytes of stack a thread: addresses and counters that are kept outside of the main loops
 STACK = 128
@@ -195,6 +200,8 @@ def least_covered(launched: DescriptorLaunch) -> float:
     has = launched.arguments
     if launched.kernel.__name__ in ("dqkv_kernel", "dq_dbias_kernel"):
         return 0.0  # in the order of products that they need, the other warpgroup fills the gap
+    if launched.kernel.__name__ in ("wide_dkdv_kernel", "wide_dq_kernel"):
+        return 0.95
     if launched.kernel.__name__ == "forward_kernel":
         return 0.95 if has["PINNED"] else 0.0  # left to the assembler where that was faster
     if launched.kernel.__name__ == "dbias_kernel":
@@ -247,7 +254,8 @@ def test_a_kernel_fits_and_its_exponentials_run_under_products(
 def test_every_kernel_is_compiled() -> None:
     reached = [p.values[0] for p in compiled_cases()]  # type: ignore[attr-defined]
     assert {x.kernel.__name__ for x in reached} == {
-        f"{name}_kernel" for name in ("forward", "shared_forward", "dkdv", "dq", "dbias", "dq_dbias", "dqkv")
+        f"{name}_kernel"
+        for name in ("forward", "shared_forward", "dkdv", "dq", "dbias", "dq_dbias", "dqkv", "wide_dkdv", "wide_dq")
     }
     assert len({identity(x) for x in reached}) == len(reached) == sum(len(a.kernels) for a in ASKED)
 
@@ -622,6 +630,28 @@ def test_a_gradient_that_its_kernel_does_not_leave_out_is_said() -> None:
     assert told["backward"] == ["dk or dv is not wanted; its kernel computes both"]
 
 
+@pytest.mark.parametrize(
+    ("D", "Dv", "columns"),
+    [
+        (192, 128, (192, 128)),
+        (136, 64, (192, 128)),
+        (160, 160, (192, 192)),
+        (256, 256, (256, 256)),
+        (64, 200, (256, 256)),
+    ],
+)
+def test_wide_heads_have_kernels_of_their_own(D: int, Dv: int, columns: tuple[int, int]) -> None:
+    recipes, told = planned(problem(M=1000, N=1090, D=D, Dv=Dv, Hkv=2))
+    assert told == {"forward": [], "backward": []}
+    assert names(recipes["backward"]) == ["delta", "WIDE_DKDV", "WIDE_DQ"]
+    for name, items in (("wide_dkdv", 18 * 16 * 2), ("wide_dq", 8 * 16 * 8)):
+        launched = own(recipes["backward"], name)
+        has = launched.arguments
+        assert (has["PIECES_1"] * has["PIECE"], has["PIECES_2"] * has["PIECE"]) == columns
+        assert (has["items"], launched.grid) == (items, H200.multiprocessors)
+        assert has["PIECES_1"] % has["GROUP_1"] == has["PIECES_2"] % has["GROUP_2"] == 0
+
+
 def test_every_tile_of_the_tables_can_be_chosen() -> None:
     widths, flags = range(1, 257), (False, True)
     forward = {config.forward_tile(w, *x) for w in widths for x in product(flags, repeat=2)}
@@ -638,6 +668,9 @@ def test_every_tile_of_the_tables_can_be_chosen() -> None:
         for x in product(flags, repeat=3)
     }
     assert backward - {None} == set(config.BACKWARD)
+    pairs = [(a, b) for a, b in product(range(64, 257, 64), repeat=2) if config_wide.is_wide(a, b)]
+    wide = {config_wide.wide_tile(name, *pair, causal) for name in ("dq", "dkdv") for pair in pairs for causal in flags}
+    assert wide == set(config_wide.WIDE)
 
 
 def test_a_new_length_compiles_nothing() -> None:
@@ -661,8 +694,8 @@ def test_its_account_of_a_call_names_every_kernel_and_what_is_portable() -> None
     report = str(plan.explain(problem(biases=SHARED)))
     assert "backend   hopper" in report
     assert "skipped   triton: not needed, hopper comes first" in report
-    wide = backend.describe(problem(M=4096, D=256))
-    assert "backward is portable: no tile for these widths" in wide
+    words = "backward is portable: a bias beside heads of width 256; its backward takes one up to 128"
+    assert words in backend.describe(problem(M=4096, D=256, biases=FULL))
 
 
 # --------------------------------------------------------------------------------------------------------- fallen back

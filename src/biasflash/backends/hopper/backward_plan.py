@@ -14,7 +14,9 @@ from biasflash.backends.hopper import (
     backward_convert,
     backward_pair,
     backward_single,
+    backward_wide,
     config,
+    config_wide,
     objections,
 )
 from biasflash.backends.hopper.operands import (
@@ -60,12 +62,22 @@ class HopperBackward(BackwardPlan):
             given, grad = ([s != 0 for s in self.ops.views[f"{x}{i}"].strides[:-2]] for x in ("bias", "grad"))
             if given != grad:
                 found.append("a trained bias that is expanded along an axis of its gradient")
-        if not self._tiles():
+        p = self.problem
+        if self._is_wide and p.terms:
+            kind = "bias" if self.ops.has_dense else "mask"
+            found.append(f"a {kind} beside heads of width {max(p.D, p.Dv)}; its backward takes one up to 128")
+        elif not self._tiles():
             found.append("no tile for these widths")
         return found
 
+    @property
+    def _is_wide(self) -> bool:
+        return config_wide.is_wide(self.problem.D, self.problem.Dv)
+
     def _tiles(self) -> bool:
         p = self.problem
+        if self._is_wide:
+            return True
         kernels = [name for name, runs in (("dkdv", self.runs_dkdv), ("dq", self.runs_dq)) if runs]
         found = [self._single or self._tile(name) for name in kernels]
         if self.owned and self._pair is None:
@@ -96,13 +108,13 @@ class HopperBackward(BackwardPlan):
         if self._single is not None:
             yield from self._hopper_dqkv(self._single)
         elif self.runs_dkdv:
-            yield self._hopper_dkdv()
+            yield self._wide("dkdv") if self._is_wide else self._hopper_dkdv()
         if self.runs_dkdv and self.rare:
             yield self._again(self._dkdv(REDO=True))
         if self._pair is not None:
             yield from self._dq_dbias(self.owned[0], self._pair)
         elif self.runs_dq and self._single is None:
-            yield self._hopper_dq()
+            yield self._wide("dq") if self._is_wide else self._hopper_dq()
         if (self.runs_dq or self._single is not None) and self.rare:
             yield self._again(self._dq(REDO=True))
         if self.reads_ds and self._single is None:
@@ -203,6 +215,29 @@ class HopperBackward(BackwardPlan):
         given = self._given(boxes, tile, items, tile.block)
         given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored)}
         return record(ops, backward.dkdv_kernel, given, tile)
+
+    def _wide(self, kernel: str) -> DescriptorLaunch:
+        """dk and dv, or dq, of heads that take their columns in pieces."""
+        p, ops = self.problem, self.ops
+        tile = config_wide.wide_tile(kernel, p.D, p.Dv, p.causal_shift is not None)
+        names = ("q", "k", "v", "dout", *(("dk", "dv") if kernel == "dkdv" else ("dq",)))
+        boxes = {name: boxed(ops, name, 64, tile.piece) for name in names}
+        length, heads = (p.N, p.Hkv) if kernel == "dkdv" else (p.M, p.Hq)
+        given = {
+            **self._common(boxes, triton.cdiv(length, tile.own) * p.batch_size * heads, 64),
+            "PIECE": tile.piece,
+            "PIECES_1": tile.width // tile.piece,
+            "GROUP_1": tile.ring[0],
+            "SLOTS_1": tile.ring[1],
+            "PIECES_2": tile.width_v // tile.piece,
+            "GROUP_2": tile.ring_v[0],
+            "SLOTS_2": tile.ring_v[1],
+            "OWN_SLOTS": tile.own_slots,
+            "HELD_1": tile.held[0],
+            "HELD_2": tile.held[1],
+        }
+        kernels = {"dkdv": backward_wide.wide_dkdv_kernel, "dq": backward_wide.wide_dq_kernel}
+        return record(ops, kernels[kernel], given, tile)
 
     def _balance(self, programs: int, shared: int) -> int:
         """Chunks that keep persistent programs busy to the end; an item costs about three pairs to begin with."""
