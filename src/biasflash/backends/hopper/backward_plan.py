@@ -135,8 +135,7 @@ class HopperBackward(BackwardPlan):
             return None
         if self._mask is not None:  # two kernels skip hidden keys; in one pass their turn must be taken all the same
             return None
-        whole = p.M == p.N and p.N % 128 == 0 and p.Hq == p.Hkv
-        facts = self.ops.has_dense, bool(self.stored), p.causal_shift is not None, whole
+        facts = self.ops.has_dense, bool(self.stored), p.causal_shift is not None
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
 
     @cached_property

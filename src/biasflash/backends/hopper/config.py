@@ -117,7 +117,6 @@ class SingleTile:
     why: str
     stores: bool = False
     is_causal: bool = False
-    whole: bool = False  # only as many queries as keys, in whole tiles, and no grouped heads
 
     def __str__(self) -> str:
         rounds = "all keys of a head" if self.resident else "128 keys in turns"
@@ -194,7 +193,6 @@ def _single(width: int, counts: tuple[int, ...], why: str, early: bool = False, 
         in_registers=early,
         dk_first=early,
         is_causal=causal,
-        whole=False,
         why=why,
     )
 
@@ -325,20 +323,17 @@ SINGLE: tuple[SingleTile, ...] = (
         dq_slots=4,
         in_registers=True,
         dk_first=True,
-        whole=False,
         why="256 x 4 heads of 1k: 1.38 ms, two kernels take 1.41",
     ),
 )
 
 
-def single_tile(
-    width: int, keys: int, lines: int, has_bias: bool, stores: bool, is_causal: bool, is_whole: bool
-) -> SingleTile | None:
-    """``lines``: batch items times key heads; ``stores``: score gradients are stored; ``is_whole``: see the field."""
+def single_tile(width: int, keys: int, lines: int, has_bias: bool, stores: bool, is_causal: bool) -> SingleTile | None:
+    """``lines``: batch items times key heads; ``stores``: score gradients are stored."""
     for tile in SINGLE:
         if width > tile.width or has_bias != tile.has_bias or stores != tile.stores:
             continue
-        if tile.is_causal != is_causal or (tile.whole and not is_whole):
+        if tile.is_causal != is_causal:
             continue
         if not tile.resident or (LEAST_RESIDENT_KEYS < keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES):
             return tile
