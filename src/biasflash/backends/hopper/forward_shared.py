@@ -16,7 +16,17 @@ from typing import Any
 from triton import constexpr_function
 
 from biasflash.backends.hopper import pipeline as ring
-from biasflash.backends.hopper.forward import key_tiles, rounded, row_unit, slots, store_statistics, widen
+from biasflash.backends.hopper.forward_parts import (
+    NEG_INF,
+    key_tiles,
+    repeated,
+    replaced,
+    rounded,
+    row_unit,
+    slots,
+    store_statistics,
+    widen,
+)
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
     gl,
@@ -31,7 +41,6 @@ from biasflash.backends.hopper.gluon import (
 from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import place
 
-NEG_INF = gl.constexpr(float("-inf"))
 # FIXED: sums to be believed. Weights below 2**-126 are lost, 2**-62 of the least sum. The largest has a reciprocal;
 # whether it was too much for values is looked at.
 LEAST_SUM = gl.constexpr(2.0**-64)
@@ -57,24 +66,6 @@ def form(*parameters: Any) -> Any:
     keep = rows * dv + n * (1 + reach) <= 384
     layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]) for width in (n, dv))
     return Form(*(gl.constexpr(x) for x in (*parameters, 128, True, reach, keep, *layouts)))
-
-
-@jit
-def replaced(entries, i: gl.constexpr, x, COUNT: gl.constexpr):
-    """The tuple with entry ``i`` replaced."""
-    new = (x if i == 0 else entries[0],)
-    for c in gl.static_range(1, COUNT):
-        new = new + (x if i == c else entries[c],)  # noqa: RUF005
-    return new
-
-
-@jit
-def repeated(x, COUNT: gl.constexpr):
-    """COUNT times the same value."""
-    entries = (x,)
-    for _ in gl.static_range(1, COUNT):
-        entries = entries + (x,)  # noqa: RUF005
-    return entries
 
 
 @jit
