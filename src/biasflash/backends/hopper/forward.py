@@ -15,7 +15,9 @@ from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.deal import deal, first_lot, following, locate
 from biasflash.backends.hopper.forward_parts import (
     NEG_INF,
+    cut,
     key_tiles,
+    keys_of,
     rounded,
     row_unit,
     slots,
@@ -33,13 +35,14 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from biasflash.backends.hopper.marks import copied_blank, is_whole, line_of
 from biasflash.tile.softmax import LOG2E
 
 ROWS = gl.constexpr(64)  # of one warpgroup
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "BLOCK_M", "SCORES", "OUT", "SUMS",
+    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "BLOCK_M", "SCORES", "OUT", "SUMS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -52,17 +55,43 @@ def form(*parameters: Any) -> Any:
 
 
 @jit
-def load_keys(u, i, tiles, spot, descs, moves, buffers, rings, FORM: gl.constexpr):
-    """Copy the ``i``-th tile of an item (the ``u``-th of all): keys, biases, values, in the order they are needed."""
-    k_desc, v_desc, bias_desc = descs
+def load_values(u, blanks, to, line, v_desc, v_tiles, v_full, landed, mask, FORM: gl.constexpr):
+    """Copy the ``u``-th tile of values, from ``to`` on; returns how many tiles had hidden keys, which are made 0."""
+    slot = u % FORM.KV_STAGES
+    whole = True
+    if FORM.HAS_KEEP:
+        whole = is_whole(line, to[3], mask, FORM.BLOCK_N)
+    if whole:
+        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+        tma_load(v_desc, to, v_full.index(slot), v_tiles.index(slot))
+    else:
+        mbarrier.expect(landed, v_desc.block_type.nbytes)
+        tma_load(v_desc, to, landed, v_tiles.index(slot))
+        tile = v_tiles.index(slot).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
+        copied_blank(landed, blanks, tile, line, to[3], mask, v_full.index(slot), FORM.BLOCK_N, FORM.DV_BLOCK)
+        blanks += 1
+    return blanks
+
+
+@jit
+def load_keys(u, i, blanks, tiles, spot, descs, moves, buffers, rings, mask, FORM: gl.constexpr):
+    """Copy the ``i``-th tile of an item (the ``u``-th of all): keys, biases, values, in the order they are needed.
+
+    Returns ``blanks`` with the tiles counted whose values were blanked.
+    """
+    k_desc, v_desc, bias_desc, caps_desc = descs
     k_moves, v_moves, bias_moves = moves
-    k_tiles, v_tiles, bias_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed = rings
     b0, b1, h, kv_head, row = spot
     column = (tiles - 1 - i) * FORM.BLOCK_N
     slot = u % FORM.KV_STAGES
     ring.wait_empty(k_empty, u, FORM.KV_STAGES)
-    mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+    if FORM.HAS_KEEP:
+        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes + caps_desc.block_type.nbytes)
+        tma_load(caps_desc, [line_of(b0, b1, mask), column], k_full.index(slot), caps_tiles.index(slot))
+    else:
+        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
     tma_load(k_desc, ring.at(b0, b1, kv_head, column, 0, k_moves), k_full.index(slot), k_tiles.index(slot))
     if FORM.HAS_BIAS:
         stage = u % FORM.BIAS_STAGES
@@ -72,29 +101,34 @@ def load_keys(u, i, tiles, spot, descs, moves, buffers, rings, FORM: gl.constexp
             to = bias_tiles.index(stage * FORM.WARPGROUPS + w)
             tma_load(bias_desc, ring.at(b0, b1, h, row + w * ROWS, column, bias_moves), bias_full.index(stage), to)
     ring.wait_empty(v_empty, u, FORM.KV_STAGES)
-    mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-    tma_load(v_desc, ring.at(b0, b1, kv_head, column, 0, v_moves), v_full.index(slot), v_tiles.index(slot))
+    to = ring.at(b0, b1, kv_head, column, 0, v_moves)
+    return load_values(u, blanks, to, line_of(b0, b1, mask), v_desc, v_tiles, v_full, landed, mask, FORM)
 
 
 @jit
-def copy_tiles(q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM: gl.constexpr):
+def copy_tiles(
+    q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, mask, FORM: gl.constexpr
+):
     """The copying warp."""
     q_tiles, q_full, q_empty = q_parts
+    M, n, heads, batch, shift = extent
     dealt = deal(items, extent, FORM)
-    lot, turn, done, base = first_lot(FORM), 0, 0, 0
+    lot, turn, done, base, blanks = first_lot(FORM), 0, 0, 0, 0
     while lot < dealt[0]:
         tile, b, h = locate(lot, turn, dealt, extent, FORM)
         row = tile * FORM.BLOCK_M
         spot = (b // inner, b % inner, h, h // group, row)
-        tiles, _masked = key_tiles(row, extent, FORM.BLOCK_M, FORM)
-        load_keys(base, 0, tiles, spot, descs, moves, buffers, rings, FORM)
+        if FORM.HAS_KEEP:
+            n = keys_of(b, inner, extent, mask)
+        tiles, _masked = key_tiles(row, (M, n, heads, batch, shift), FORM.BLOCK_M, FORM)
+        blanks = load_keys(base, 0, blanks, tiles, spot, descs, moves, buffers, rings, mask, FORM)
         for w in gl.static_range(FORM.WARPGROUPS):  # after the first keys: queries are handed back last of all
             mbarrier.wait(q_empty.index(w), (done & 1) ^ 1)
             mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
             to = ring.at(b // inner, b % inner, h, row + w * ROWS, 0, q_moves)
             tma_load(q_desc, to, q_full.index(w), q_tiles.index(w))
         for i in range(1, tiles):
-            load_keys(base + i, i, tiles, spot, descs, moves, buffers, rings, FORM)
+            blanks = load_keys(base + i, i, blanks, tiles, spot, descs, moves, buffers, rings, mask, FORM)
         base += tiles
         done += 1
         lot, turn = following(lot, turn, dealt, extent, FORM)
@@ -155,8 +189,8 @@ def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffe
     CAUSAL: tiles before ``full`` need a mask. That is a branch and not a loop of its own: between two loops weights of
     two bytes are unpacked and packed at every tile, 64 instructions beside 460.
     """
-    k_tiles, v_tiles, bias_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed = rings
     EARLY: gl.constexpr = FORM.WARPGROUPS == 2  # a bias tile in registers before the scores are: not with 160 of them
     if not FORM.PINNED:
         ring.wait_full(k_full, u, FORM.KV_STAGES)
@@ -171,11 +205,13 @@ def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffe
             bias = read_bias(w, u, bias_tiles, bias_full, FORM)
         s = s * scale + widen(bias)
         ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
+    if FORM.HAS_KEEP:
+        s = cut(s, caps_tiles, u, FORM)
     ring.hand_back(k_empty, u, FORM.KV_STAGES)
     if FORM.IS_CAUSAL:  # noqa: SIM102
         if u < full:
             s = hide(s, limit, (end - 1 - u) * FORM.BLOCK_N, FORM)
-    weights, m, l, alpha = weigh(s, m, l, unit, q.dtype, FORM.IS_CAUSAL or FORM.HAS_BIAS, FORM)
+    weights, m, l, alpha = weigh(s, m, l, unit, q.dtype, FORM.IS_CAUSAL or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
     if FORM.PINNED:
         # The assembler lifts the wait for the product above the exponentials where both sit in one basic block. The
         # wait for the next keys is due anyway; here its loop ends the block.
@@ -187,28 +223,36 @@ def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffe
 
 @jit
 def attend(
-    w: gl.constexpr, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM: gl.constexpr
-):
+    w: gl.constexpr, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask,
+    FORM: gl.constexpr,
+):  # fmt: skip
     """Warpgroup ``w``."""
     ROW: gl.constexpr = gl.SliceLayout(1, FORM.SCORES)
-    HIDES: gl.constexpr = FORM.IS_CAUSAL or FORM.ODD_N
+    HIDES: gl.constexpr = FORM.IS_CAUSAL or (FORM.ODD_N and not FORM.HAS_KEEP)  # caps end with the keys
     q_tiles, q_full, q_empty = q_parts
     out_desc, out_moves, out_tiles = out_parts
-    k_tiles, v_tiles, bias_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    M, N, heads, _batch, shift = extent
+    k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed = rings
+    M, N, heads, batch, shift = extent
     q = q_tiles.index(w).reshape([ROWS, FORM.D_BLOCK])
     unit = gl.full([ROWS], LOG2E if FORM.HAS_BIAS else scale * LOG2E, gl.float32, layout=ROW)
     dealt = deal(items, extent, FORM)
     lot, turn, done, base = first_lot(FORM), 0, 0, 0
+    n = N
+    if FORM.HAS_KEEP:
+        n = keys_of(locate(lot, turn, dealt, extent, FORM)[1], inner, extent, mask)
     while lot < dealt[0]:
         tile, b, h = locate(lot, turn, dealt, extent, FORM)
-        tiles, masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
+        seen = (M, n, heads, batch, shift)
+        if FORM.HAS_KEEP:  # of the next item: on its way while this one is computed
+            next_lot, next_turn = following(lot, turn, dealt, extent, FORM)
+            n = keys_of(locate(next_lot, next_turn, dealt, extent, FORM)[1], inner, extent, mask)
+        tiles, masked = key_tiles(tile * FORM.BLOCK_M, seen, FORM.BLOCK_M, FORM)
         start = tile * FORM.BLOCK_M + w * ROWS
         first = base
         end = base + tiles
         if FORM.IS_CAUSAL:  # tiles that only later rows see
-            own, masked = key_tiles(start, extent, ROWS, FORM)
+            own, masked = key_tiles(start, seen, ROWS, FORM)
             first = end - own
             for u in range(base, first):
                 ring.wait_full(k_full, u, FORM.KV_STAGES)  # an earlier hand-over would count for the tile before
@@ -225,15 +269,19 @@ def attend(
         ring.wait_full(k_full, first, FORM.KV_STAGES)
         s = score(q, k_tiles, first, FORM)
         s = warpgroup_mma_wait(0, deps=(s,))
-        ring.hand_back(k_empty, first, FORM.KV_STAGES)
+        if not FORM.HAS_KEEP:
+            ring.hand_back(k_empty, first, FORM.KV_STAGES)
         if FORM.HAS_BIAS:
             s = s * scale + widen(read_bias(w, first, bias_tiles, bias_full, FORM))
             ring.hand_back(bias_empty, first, FORM.BIAS_STAGES)
+        if FORM.HAS_KEEP:
+            s = cut(s, caps_tiles, first, FORM)
+            ring.hand_back(k_empty, first, FORM.KV_STAGES)
         if HIDES:
             s = hide(s, limit, (end - 1 - first) * FORM.BLOCK_N, FORM)
         m = gl.full([ROWS], NEG_INF, gl.float32, layout=ROW)
         l = gl.zeros([ROWS, 8], gl.float32, layout=FORM.SUMS)
-        p, m, l, _alpha = weigh(s, m, l, unit, q.dtype, HIDES or FORM.HAS_BIAS, FORM)
+        p, m, l, _alpha = weigh(s, m, l, unit, q.dtype, HIDES or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
         o = gl.zeros([ROWS, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT)
         ring.wait_full_if(k_full, first + 1, first + 1 < end, FORM.KV_STAGES)
         full = first + 1
@@ -266,14 +314,16 @@ def attend(
 
 
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
-                        "group", "batch", "shift"])  # fmt: skip
+                        "group", "batch", "shift", "caps_pitch", "line_0", "line_1"])  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr,
+    q_desc, k_desc, v_desc, bias_desc, caps_desc, out_desc, lse_ptr, low_ptr, caps_ptr, spans_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
+    caps_pitch, line_0, line_1,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
     KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, OUT_APART: gl.constexpr, PINNED: gl.constexpr,
+    HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    OUT_APART: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, with lse ``[batch, heads, M]``.
 
@@ -281,10 +331,11 @@ def forward_kernel(
     k ``[BLOCK_N, D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. OUT_APART: the
     output has shared memory of its own, else it takes the queries' place (equal blocks only). KEEP_LOW: ``low_ptr``
     gets what lse's rounding lost. LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the
-    product (needs two KV_STAGES). ``*_moves``: see ``pipeline.at``.
+    product (needs two KV_STAGES). HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``.
+    ``*_moves``: see ``pipeline.at``.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL,
-                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER)  # fmt: skip
+                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP)  # fmt: skip
     gl.static_assert(OUT_APART or D_BLOCK == DV_BLOCK, "the output does not fit in the queries' place")
     gl.static_assert(HAS_BIAS or not LOW_RANGE, "only a bias is that low")
     gl.static_assert(KV_STAGES > 1 or not PINNED, "waiting early for the next keys needs a second slot")
@@ -303,28 +354,34 @@ def forward_kernel(
         bias_tiles = slots(bias_desc, BIAS_STAGES * WARPGROUPS)
         bias_full, bias_empty = ring.ring_barriers(BIAS_STAGES), ring.ring_barriers(BIAS_STAGES)
         ring.start_ring(bias_full, bias_empty, BIAS_STAGES, WARPGROUPS)
+    caps_tiles, landed = k_tiles, k_full
+    if HAS_KEEP:
+        caps_tiles = slots(caps_desc, KV_STAGES)
+        landed = ring.ring_barriers(1)
+        mbarrier.init(landed.index(0), count=1)
     fence_async_shared()
 
     # tuples hold runtime values only: a constexpr in one would become a tensor
-    buffers = (k_tiles, v_tiles, bias_tiles)
-    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
+    buffers = (k_tiles, v_tiles, bias_tiles, caps_tiles)
+    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed.index(0))
     q_parts = (q_tiles, q_full, q_empty)
     out_parts = (out_desc, out_moves, out_tiles)
     row_ptrs = (lse_ptr, low_ptr)
     extent = (M, N, heads, batch, shift)
-    descs = (k_desc, v_desc, bias_desc)
+    descs = (k_desc, v_desc, bias_desc, caps_desc)
+    mask = (caps_ptr, spans_ptr, caps_pitch, line_0, line_1)
     moves = (k_moves, v_moves, bias_moves)
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (copy_tiles, (q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (copy_tiles, (q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, mask, FORM)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (attend, (2, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (copy_tiles, (q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (attend, (2, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (copy_tiles, (q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, mask, FORM)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -1,6 +1,7 @@
 """What both forward kernels do: how many key tiles an item has, bases of weights, sums and what is written of a row."""
 
 from biasflash.backends.hopper.gluon import gl, jit
+from biasflash.backends.hopper.marks import last_key, line_of
 from biasflash.tile.softmax import LN2
 from biasflash.tile.span import key_span
 
@@ -40,6 +41,20 @@ def key_tiles(row, extent, COUNT: gl.constexpr, FORM: gl.constexpr):
     full_end, end = key_span(row, M, N, shift, COUNT, FORM.BLOCK_N, FORM.IS_CAUSAL)
     tiles = gl.maximum(gl.cdiv(end, FORM.BLOCK_N), 1)
     return tiles, tiles - full_end // FORM.BLOCK_N
+
+
+@jit
+def keys_of(b, inner, extent, mask):
+    """The end of the last 64 keys in which one is visible to a batch item; behind the last item that of the last."""
+    b = gl.minimum(b, extent[3] - 1)
+    return last_key(line_of(b // inner, b % inner, mask), extent[1], mask)
+
+
+@jit
+def cut(x, caps_tiles, u, FORM: gl.constexpr):
+    """-inf for hidden keys of the ``u``-th tile, whatever ``x`` is there."""
+    caps = caps_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N]).load(gl.SliceLayout(0, FORM.SCORES))
+    return gl.minimum(x, caps[None, :])
 
 
 @jit

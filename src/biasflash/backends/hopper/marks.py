@@ -45,12 +45,16 @@ def blank_hidden(tile, line, column, mask, BLOCK: gl.constexpr, WIDTH: gl.conste
     """
     caps_ptr, _spans, pitch, _, _ = mask
     ROWS: gl.constexpr = 8  # the period of the swizzle
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    COLUMNS: gl.constexpr = WIDTH if WIDTH < 64 else 64  # its width; the copying warp has few registers
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [1, 1], [1, 0])
     caps = caps_ptr + line.to(gl.int64) * pitch + column + gl.arange(0, ROWS, gl.SliceLayout(1, L))
     for i in gl.static_range(BLOCK // ROWS):
         rows = tile.slice(i * ROWS, ROWS, dim=0)
-        x = rows.load(L)
-        rows.store(gl.where((gl.load(caps + i * ROWS) > 0.0)[:, None], x, gl.zeros_like(x)))
+        seen = (gl.load(caps + i * ROWS) > 0.0)[:, None]
+        for c in gl.static_range(WIDTH // COLUMNS):
+            part = rows.slice(c * COLUMNS, COLUMNS, dim=1)
+            x = part.load(L)
+            part.store(gl.where(seen, x, gl.zeros_like(x)))
     fence_async_shared()
 
 
