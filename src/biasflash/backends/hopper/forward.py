@@ -55,21 +55,26 @@ def form(*parameters: Any) -> Any:
 
 
 @jit
+def copy_values(slot, to, v_desc, v_tiles, barrier):
+    """Copy a tile of values; the barrier completes with it."""
+    mbarrier.expect(barrier, v_desc.block_type.nbytes)
+    tma_load(v_desc, to, barrier, v_tiles.index(slot))
+
+
+@jit
 def load_values(u, blanks, to, line, v_desc, v_tiles, v_full, landed, mask, FORM: gl.constexpr):
     """Copy the ``u``-th tile of values, from ``to`` on; returns how many tiles had hidden keys, which are made 0."""
     slot = u % FORM.KV_STAGES
-    whole = True
     if FORM.HAS_KEEP:
-        whole = is_whole(line, to[3], mask, FORM.BLOCK_N)
-    if whole:
-        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-        tma_load(v_desc, to, v_full.index(slot), v_tiles.index(slot))
+        if not is_whole(line, to[3], mask, FORM.BLOCK_N):
+            copy_values(slot, to, v_desc, v_tiles, landed.index(0))
+            tile = v_tiles.index(slot).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
+            copied_blank(landed.index(0), blanks, tile, line, to[3], mask, v_full.index(slot), FORM.BLOCK_N, FORM.DV_BLOCK)
+            blanks += 1
+        else:
+            copy_values(slot, to, v_desc, v_tiles, v_full.index(slot))
     else:
-        mbarrier.expect(landed, v_desc.block_type.nbytes)
-        tma_load(v_desc, to, landed, v_tiles.index(slot))
-        tile = v_tiles.index(slot).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
-        copied_blank(landed, blanks, tile, line, to[3], mask, v_full.index(slot), FORM.BLOCK_N, FORM.DV_BLOCK)
-        blanks += 1
+        copy_values(slot, to, v_desc, v_tiles, v_full.index(slot))
     return blanks
 
 
@@ -183,7 +188,9 @@ def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.cons
 
 
 @jit
-def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, FORM: gl.constexpr):
+def step(
+    w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask, FORM: gl.constexpr
+):
     """Scores of tile ``u``, and the sum over tile ``u - 1`` under whose product their softmax runs.
 
     CAUSAL: tiles before ``full`` need a mask. That is a branch and not a loop of its own: between two loops weights of
@@ -191,6 +198,8 @@ def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffe
     """
     k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
     k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed = rings
+    if FORM.HAS_KEEP:
+        whole = is_whole(line, (end - 1 - u) * FORM.BLOCK_N, mask, FORM.BLOCK_N)
     EARLY: gl.constexpr = FORM.WARPGROUPS == 2  # a bias tile in registers before the scores are: not with 160 of them
     if not FORM.PINNED:
         ring.wait_full(k_full, u, FORM.KV_STAGES)
@@ -206,7 +215,8 @@ def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffe
         s = s * scale + widen(bias)
         ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
     if FORM.HAS_KEEP:
-        s = cut(s, caps_tiles, u, FORM)
+        if not whole:
+            s = cut(s, caps_tiles, u, FORM)
     ring.hand_back(k_empty, u, FORM.KV_STAGES)
     if FORM.IS_CAUSAL:  # noqa: SIM102
         if u < full:
@@ -244,7 +254,10 @@ def attend(
     while lot < dealt[0]:
         tile, b, h = locate(lot, turn, dealt, extent, FORM)
         seen = (M, n, heads, batch, shift)
-        if FORM.HAS_KEEP:  # of the next item: on its way while this one is computed
+        line = 0
+        if FORM.HAS_KEEP:
+            line = line_of(b // inner, b % inner, mask)
+            # of the next item: on its way while this one is computed
             next_lot, next_turn = following(lot, turn, dealt, extent, FORM)
             n = keys_of(locate(next_lot, next_turn, dealt, extent, FORM)[1], inner, extent, mask)
         tiles, masked = key_tiles(tile * FORM.BLOCK_M, seen, FORM.BLOCK_M, FORM)
@@ -288,7 +301,7 @@ def attend(
         if FORM.IS_CAUSAL:
             full = first + gl.minimum(gl.maximum(masked, 1), end - first)
         for u in range(first + 1, end):
-            o, p, m, l = step(w, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, FORM)
+            o, p, m, l = step(w, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask, FORM)
 
         if FORM.OUT_APART:
             mbarrier.arrive(q_empty.index(w), count=1)
@@ -316,9 +329,9 @@ def attend(
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
                         "group", "batch", "shift", "caps_pitch", "line_0", "line_1"])  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, bias_desc, caps_desc, out_desc, lse_ptr, low_ptr, caps_ptr, spans_ptr,
+    q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
-    caps_pitch, line_0, line_1,
+    caps_desc, caps_ptr, spans_ptr, caps_pitch, line_0, line_1,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
     KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
@@ -363,7 +376,7 @@ def forward_kernel(
 
     # tuples hold runtime values only: a constexpr in one would become a tensor
     buffers = (k_tiles, v_tiles, bias_tiles, caps_tiles)
-    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed.index(0))
+    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed)
     q_parts = (q_tiles, q_full, q_empty)
     out_parts = (out_desc, out_moves, out_tiles)
     row_ptrs = (lse_ptr, low_ptr)

@@ -18,7 +18,9 @@ from triton import constexpr_function
 from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.forward_parts import (
     NEG_INF,
+    cut,
     key_tiles,
+    keys_of,
     repeated,
     replaced,
     rounded,
@@ -38,6 +40,7 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from biasflash.backends.hopper.marks import copied_blank, is_whole, line_of
 from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import place
 
@@ -48,7 +51,7 @@ LARGEST_SUM = gl.constexpr(2.0**100)
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "BLOCK_N", "ROWS", "Q_BUFFERS", "KV_STAGES", "BIAS_STAGES", "IS_CAUSAL", "AHEAD",
-    "FIXED", "KEEP_LOW", "LOW_RANGE", "ORDER", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "SCORES", "OUT",
+    "FIXED", "KEEP_LOW", "LOW_RANGE", "ORDER", "HAS_KEEP", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "SCORES", "OUT",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -90,16 +93,70 @@ def locate(item, items, extent, FORM: gl.constexpr):
 
 
 @jit
-def copy_tiles(descs, moves, buffers, rings, extent, items, inner, group, FORM: gl.constexpr):
+def widest(first, inner, extent, mask, FORM: gl.constexpr):
+    """``keys_of`` of ROWS batch items, the most."""
+    n = keys_of(first, inner, extent, mask)
+    for g in gl.static_range(1, FORM.ROWS):
+        n = gl.maximum(n, keys_of(first + g, inner, extent, mask))
+    return n
+
+
+@jit
+def copy_unit(u, b, head, key, to, inner, descs, moves, buffers, barrier, mask, FORM: gl.constexpr):
+    """Copy keys and values from ``to`` on, and what ``mask`` says from ``key`` on; ``barrier`` completes with them."""
+    _, k_desc, v_desc, _, caps_desc = descs
+    _, k_moves, v_moves, _ = moves
+    _, k_tiles, v_tiles, _, caps_tiles = buffers
+    slot = u % FORM.KV_STAGES
+    b0, b1 = b // inner, b % inner
+    if FORM.HAS_KEEP:
+        nbytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes + caps_desc.block_type.nbytes
+        mbarrier.expect(barrier, nbytes)
+        tma_load(caps_desc, [line_of(b0, b1, mask), key], barrier, caps_tiles.index(slot))
+    else:
+        mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma_load(k_desc, ring.at(b0, b1, head, to, 0, k_moves), barrier, k_tiles.index(slot))
+    tma_load(v_desc, ring.at(b0, b1, head, to, 0, v_moves), barrier, v_tiles.index(slot))
+
+
+@jit
+def load_unit(u, blanks, b, head, key, inner, extent, descs, moves, buffers, rings, mask, FORM: gl.constexpr):
+    """``copy_unit`` with hidden values made 0; returns ``blanks``, the tiles where that took a hand, counted on.
+
+    Tiles behind the item's last visible key come from behind the tensors, where copies read zeros.
+    """
+    kv_full, landed = rings[2], rings[6]
+    slot = u % FORM.KV_STAGES
+    if FORM.HAS_KEEP:
+        line = line_of(b // inner, b % inner, mask)
+        is_seen = key < keys_of(b, inner, extent, mask)
+        to = gl.where(is_seen, key, key + mask[2])
+        if is_seen & (not is_whole(line, key, mask, FORM.BLOCK_N)):
+            copy_unit(u, b, head, key, to, inner, descs, moves, buffers, landed.index(0), mask, FORM)
+            v = buffers[2].index(slot).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
+            copied_blank(landed.index(0), blanks, v, line, key, mask, kv_full.index(slot), FORM.BLOCK_N, FORM.DV_BLOCK)
+            blanks += 1
+        else:
+            copy_unit(u, b, head, key, to, inner, descs, moves, buffers, kv_full.index(slot), mask, FORM)
+    else:
+        copy_unit(u, b, head, key, key, inner, descs, moves, buffers, kv_full.index(slot), mask, FORM)
+    return blanks
+
+
+@jit
+def copy_tiles(descs, moves, buffers, rings, extent, items, inner, group, mask, FORM: gl.constexpr):
     """The copying warp: an item's queries, then for every key tile the bias and each batch item's keys and values."""
-    q_desc, k_desc, v_desc, bias_desc = descs
-    q_moves, k_moves, v_moves, bias_moves = moves
-    q_tiles, k_tiles, v_tiles, bias_tiles = buffers
-    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty = rings
-    uses = 0  # of the bias ring
+    q_desc, bias_desc = descs[0], descs[3]
+    q_moves, bias_moves = moves[0], moves[3]
+    q_tiles, bias_tiles = buffers[0], buffers[3]
+    q_full, q_empty, _kv_full, kv_empty, bias_full, bias_empty, _landed = rings
+    M, n, heads, batch, shift = extent
+    uses, blanks = 0, 0  # uses of the bias ring
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile, first, h = locate(item, items, extent, FORM)
-        tiles, _masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
+        if FORM.HAS_KEEP:
+            n = widest(first, inner, extent, mask, FORM)
+        tiles, _masked = key_tiles(tile * FORM.BLOCK_M, (M, n, heads, batch, shift), FORM.BLOCK_M, FORM)
         done = (item - gl.program_id(0)) // gl.num_programs(0)
         slot = done % FORM.Q_BUFFERS
         ring.wait_empty(q_empty, done, FORM.Q_BUFFERS)
@@ -117,13 +174,11 @@ def copy_tiles(descs, moves, buffers, rings, extent, items, inner, group, FORM: 
                 to = ring.at(first // inner, first % inner, h, tile * FORM.BLOCK_M + w * 64, key, bias_moves)
                 tma_load(bias_desc, to, bias_full.index(slot), bias_tiles.index(slot * 2 + w))
             for g in gl.static_range(FORM.ROWS):
-                b0, b1 = (first + g) // inner, (first + g) % inner
                 u = uses * FORM.ROWS + g
-                slot = u % FORM.KV_STAGES
                 ring.wait_empty(kv_empty, u, FORM.KV_STAGES)
-                mbarrier.expect(kv_full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                tma_load(k_desc, ring.at(b0, b1, h // group, key, 0, k_moves), kv_full.index(slot), k_tiles.index(slot))
-                tma_load(v_desc, ring.at(b0, b1, h // group, key, 0, v_moves), kv_full.index(slot), v_tiles.index(slot))
+                blanks = load_unit(
+                    u, blanks, first + g, h // group, key, inner, extent, descs, moves, buffers, rings, mask, FORM
+                )
             uses += 1
 
 
@@ -171,18 +226,22 @@ def read_bias(w: gl.constexpr, uses, column, is_masked, limit, bias_tiles, FORM:
     """The bias of use ``uses``, from key ``column`` on."""
     tile = bias_tiles.index(uses % FORM.BIAS_STAGES * 2 + w)
     bias = widen(tile.reshape([64, FORM.BLOCK_N]).load(FORM.SCORES))
-    if is_masked:  # on the bias, once for ROWS items; on scores it spills 50 registers
-        bias = hide(bias, limit + 1 - column, FORM)
+    if FORM.IS_CAUSAL or not FORM.HAS_KEEP:  # noqa: SIM102
+        if is_masked:  # on the bias, once for ROWS items; on scores it spills 50 registers
+            bias = hide(bias, limit + 1 - column, FORM)
     return bias
 
 
 @jit
-def first_reference(s, bias, m, scale, FORM: gl.constexpr):
+def first_reference(s, bias, m, scale, caps_tiles, u, FORM: gl.constexpr):
     """FIXED: ``m`` with the rows' reference, the maximum of the first scores of the first item, but 0 at least.
 
     Rows far below 0 there are mostly hidden: by position, or a bias of -100, -1e4, ``finfo.min`` or -inf.
     """
-    return replaced(m, 0, gl.maximum(gl.max(s * scale + bias, 1), 0.0), FORM.ROWS)
+    x = s * scale + bias
+    if FORM.HAS_KEEP:
+        x = cut(x, caps_tiles, u, FORM)
+    return replaced(m, 0, gl.maximum(gl.max(x, 1), 0.0), FORM.ROWS)
 
 
 @jit
@@ -196,8 +255,8 @@ def key_tile(
     after. (The assembler serialises all products if one is in flight where a loop closes.) In between, oldest first:
     scores of this unit, weights of the unit before, and with AHEAD scores of the unit after.
     """
-    q_tiles, k_tiles, v_tiles, bias_tiles = buffers
-    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty = rings
+    q_tiles, k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
+    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, _landed = rings
     last = j + 1 == tiles
     p = s
     for g in gl.static_range(FORM.ROWS):
@@ -211,14 +270,18 @@ def key_tile(
             bias = read_bias(w, uses, column, j < masked, limit, bias_tiles, FORM)
             if FORM.FIXED:
                 if g == 0 and j == 0:
-                    m = first_reference(s, bias, m, scale, FORM)
+                    m = first_reference(s, bias, m, scale, caps_tiles, u, FORM)
                 bias = bias * LOG2E - rounded(m[0], gl.full_like(m[0], LOG2E))[:, None]
         if g > 0:
             s = warpgroup_mma_wait(FORM.REACH, deps=(s,))
         if FORM.FIXED:
             y = s * (scale * LOG2E) + bias
+            if FORM.HAS_KEEP:
+                y = cut(y, caps_tiles, u, FORM)
         else:
             x = s * scale + bias
+            if FORM.HAS_KEEP:
+                x = cut(x, caps_tiles, u, FORM)
             top = gl.maximum(m[g], gl.max(x, 1))
             unit = row_unit(top, gl.full_like(top, LOG2E), FORM)
             reference = gl.where(top == NEG_INF, 0.0, rounded(top, unit))
@@ -267,13 +330,19 @@ def row_sums(o, l, row, FORM: gl.constexpr):
 
 
 @jit
-def store_flags(out, l, row, limit, M, to, pitch, flag_ptr, FORM: gl.constexpr):
-    """1.0 for ROWS items where sums of a row are not to be believed; nor is a sum of 0, unless position hides all."""
+def store_flags(out, l, row, limit, first, to, pitch, flag_ptr, inner, extent, mask, FORM: gl.constexpr):
+    """1.0 for ROWS items where sums of a row are not to be believed.
+
+    Nor is a sum of 0, unless position hides all keys or a mask all of the item's.
+    """
     counts = gl.zeros_like(row)  # of such rows, up to 64: a byte for each item
     for g in gl.static_range(FORM.ROWS):
         total = row_sums(out[g], l[g], row, FORM)
         fine = (total >= LEAST_SUM) & (total <= LARGEST_SUM)
-        fine = fine | ((total == 0.0) & (limit < 0)) | (row >= M)
+        dead = limit < 0
+        if FORM.HAS_KEEP:
+            dead = dead | (keys_of(first + g, inner, extent, mask) == 0)
+        fine = fine | ((total == 0.0) & dead) | (row >= extent[0])
         counts += gl.where(fine, 0, 1 << (8 * g))
     counts = gl.sum(counts, 0)
     for g in gl.static_range(FORM.ROWS):
@@ -283,13 +352,13 @@ def store_flags(out, l, row, limit, M, to, pitch, flag_ptr, FORM: gl.constexpr):
 @jit
 def attend(
     w: gl.constexpr, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale,
-    FORM: gl.constexpr,
+    mask, FORM: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``w``: rows ``64 w`` to ``64 w + 63`` of every query tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, FORM.SCORES)
     q_tiles, k_tiles = buffers[0], buffers[1]
     q_full, kv_full = rings[0], rings[2]
-    M, N, heads, _batch, shift = extent
+    M, N, heads, batch, shift = extent
     unit = gl.full([64], LOG2E, gl.float32, layout=ROW)
     no_sums = lane_sums(gl.zeros([64, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES), FORM.BLOCK_N)
     ring.wait_full(q_full, 0, FORM.Q_BUFFERS)
@@ -298,12 +367,18 @@ def attend(
     s = warpgroup_mma_wait(0, deps=(s,))
     if FORM.AHEAD:
         ring.wait_full(kv_full, 1, FORM.KV_STAGES)
+    n = N
+    if FORM.HAS_KEEP:
+        n = widest(locate(gl.program_id(0), items, extent, FORM)[1], inner, extent, mask, FORM)
     uses = 0  # of the bias ring; ROWS times as many of the key ring
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile, first, h = locate(item, items, extent, FORM)
-        tiles, masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
+        tiles, masked = key_tiles(tile * FORM.BLOCK_M, (M, n, heads, batch, shift), FORM.BLOCK_M, FORM)
         done = (item - gl.program_id(0)) // gl.num_programs(0)
         more = item + gl.num_programs(0) < items
+        if FORM.HAS_KEEP:  # of the next item: on its way while this one is computed
+            after = locate(gl.where(more, item + gl.num_programs(0), item), items, extent, FORM)[1]
+            n = widest(after, inner, extent, mask, FORM)
         start = tile * FORM.BLOCK_M + w * 64
         row = start + gl.arange(0, 64, layout=ROW)
         limit = gl.full([64], N - 1, gl.int32, layout=ROW)  # the last key that a row sees
@@ -320,7 +395,7 @@ def attend(
         if FORM.FIXED:
             pitch = 2 * gl.cdiv(M, FORM.BLOCK_M)
             to = (first * heads + h) * pitch + 2 * tile + w
-            store_flags(out, l, row, limit, M, to, heads * pitch, flag_ptr, FORM)
+            store_flags(out, l, row, limit, first, to, heads * pitch, flag_ptr, inner, extent, mask, FORM)
         slot = done % FORM.Q_BUFFERS * FORM.ROWS
         for g in gl.static_range(FORM.ROWS):
             total = row_sums(out[g], l[g], row, FORM)
@@ -336,14 +411,15 @@ def attend(
 
 
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
-                        "group", "batch", "shift"])  # fmt: skip
+                        "group", "batch", "shift", "caps_pitch", "line_0", "line_1"])  # fmt: skip
 def shared_forward_kernel(
     q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, flag_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
+    caps_desc, caps_ptr, spans_ptr, caps_pitch, line_0, line_1,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     Q_BUFFERS: gl.constexpr, KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
     AHEAD: gl.constexpr, FIXED: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, ROWS batch items around one bias tile.
 
@@ -352,10 +428,11 @@ def shared_forward_kernel(
     D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. Writes what
     ``forward_kernel`` writes, with two warpgroups. AHEAD: scores of the next unit are issued before this one's weights
     are formed, not after. FIXED (bfloat16): see above; writes ``flag_ptr[batch * heads, 2 cdiv(M, 128)]``, float32, 0.0
-    or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use.
+    or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use. HAS_KEEP: keys are hidden
+    by a mask, see ``marks``; ``caps_desc`` in blocks ``[1, BLOCK_N]``.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, Q_BUFFERS, KV_STAGES, BIAS_STAGES, IS_CAUSAL, AHEAD,
-                              FIXED, KEEP_LOW, LOW_RANGE and not FIXED, ORDER)  # fmt: skip
+                              FIXED, KEEP_LOW, LOW_RANGE and not FIXED, ORDER, HAS_KEEP)  # fmt: skip
     gl.static_assert(not FIXED or q_desc.dtype == gl.bfloat16, "float16 weights do not reach as far as float32")
     gl.static_assert(not FIXED or ROWS <= 4, "a byte for each item's flag")
     gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")
@@ -376,15 +453,21 @@ def shared_forward_kernel(
     ring.start_ring(q_full, q_empty, Q_BUFFERS, 2)
     ring.start_ring(kv_full, kv_empty, KV_STAGES, 2)
     ring.start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
+    caps_tiles, landed = k_tiles, kv_full
+    if HAS_KEEP:
+        caps_tiles = slots(caps_desc, KV_STAGES)
+        landed = ring.ring_barriers(1)
+        mbarrier.init(landed.index(0), count=1)
     fence_async_shared()
-    descs = (q_desc, k_desc, v_desc, bias_desc)
+    descs = (q_desc, k_desc, v_desc, bias_desc, caps_desc)
     moves = (q_moves, k_moves, v_moves, bias_moves)
     row_ptrs = (lse_ptr, low_ptr)
-    buffers = (q_tiles, k_tiles, v_tiles, bias_tiles)
-    rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty)
+    mask = (caps_ptr, spans_ptr, caps_pitch, line_0, line_1)
+    buffers = (q_tiles, k_tiles, v_tiles, bias_tiles, caps_tiles)
+    rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, landed)
     extent = (M, N, heads, batch, shift)
     gl.warp_specialize([
-        (attend, (0, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, FORM)),
-        (attend, (1, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, FORM)),
-        (copy_tiles, (descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+        (attend, (0, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, mask, FORM)),
+        (attend, (1, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, mask, FORM)),
+        (copy_tiles, (descs, moves, buffers, rings, extent, items, inner, group, mask, FORM)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
