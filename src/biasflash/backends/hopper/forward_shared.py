@@ -29,20 +29,18 @@ from biasflash.backends.hopper.forward_parts import (
     store_statistics,
     widen,
 )
+from biasflash.backends.hopper.forward_shared_copies import are_whole, copy_tiles, locate, widest
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
     gl,
     jit,
     mbarrier,
     store_wait,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from biasflash.backends.hopper.marks import copied_blank, is_whole, line_of
 from biasflash.tile.softmax import LOG2E
-from biasflash.tile.span import place
 
 # FIXED: sums to be believed. Weights below 2**-126 are lost, 2**-62 of the least sum. The largest has a reciprocal;
 # whether it was too much for values is looked at.
@@ -51,7 +49,8 @@ LARGEST_SUM = gl.constexpr(2.0**100)
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "BLOCK_N", "ROWS", "Q_BUFFERS", "KV_STAGES", "BIAS_STAGES", "IS_CAUSAL", "AHEAD",
-    "FIXED", "KEEP_LOW", "LOW_RANGE", "ORDER", "HAS_KEEP", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "SCORES", "OUT",
+    "FIXED", "KEEP_LOW", "LOW_RANGE", "ORDER", "HAS_KEEP", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "TWIN", "SCORES",
+    "OUT",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -62,124 +61,16 @@ def form(*parameters: Any) -> Any:
 
     KEEP: a widened bias tile stays in registers for all ROWS items. It takes half a register a score, beside the
     outputs and one or two tiles of scores; where the three are more than 192 of 240, each item reads the tile anew.
+    TWIN: tiles without hidden keys have code of their own. Where position hides keys as well, the two spill 50 to 100
+    registers, but in tiles of 64 keys.
     REACH: how many units ahead of the softmax keys must have come, and how many scores may be in flight.
     """
-    dv, n, rows, ahead = (parameters[i] for i in (1, 2, 3, 8))
+    dv, n, rows, is_causal, ahead, is_masked = (parameters[i] for i in (1, 2, 3, 7, 8, 13))
     reach = 2 if ahead else 1
     keep = rows * dv + n * (1 + reach) <= 384
+    twin = is_masked and not (is_causal and n > 64)
     layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]) for width in (n, dv))
-    return Form(*(gl.constexpr(x) for x in (*parameters, 128, True, reach, keep, *layouts)))
-
-
-@jit
-def locate(item, items, extent, FORM: gl.constexpr):
-    """Item -> (query tile, first batch item, head).
-
-    CAUSAL: the longest first, and every second round of the grid is dealt backwards, so that a short item follows a
-    long one; items of one bias tile stay together.
-    """
-    M, _N, heads, batch, _shift = extent
-    tiles = gl.cdiv(M, FORM.BLOCK_M)
-    groups = batch // FORM.ROWS
-    if FORM.IS_CAUSAL:
-        dealt = item - gl.program_id(0)
-        back = dealt + gl.minimum(gl.num_programs(0), items - dealt) - 1 - gl.program_id(0)
-        index = gl.where((dealt // gl.num_programs(0)) % 2 == 1, back, item)
-        pair = index % (groups * heads)
-        return tiles - 1 - index // (groups * heads), pair % groups * FORM.ROWS, pair // groups
-    else:
-        tile, b, h = place(item, tiles, groups, heads, FORM.ORDER)
-        return tile, b * FORM.ROWS, h
-
-
-@jit
-def widest(first, inner, extent, mask, FORM: gl.constexpr):
-    """``keys_of`` of ROWS batch items, the most."""
-    n = keys_of(first, inner, extent, mask)
-    for g in gl.static_range(1, FORM.ROWS):
-        n = gl.maximum(n, keys_of(first + g, inner, extent, mask))
-    return n
-
-
-@jit
-def copy_unit(u, b, head, key, to, inner, descs, moves, buffers, barrier, mask, FORM: gl.constexpr):
-    """Copy keys and values from ``to`` on, and what ``mask`` says from ``key`` on; ``barrier`` completes with them."""
-    _, k_desc, v_desc, _, caps_desc = descs
-    _, k_moves, v_moves, _ = moves
-    _, k_tiles, v_tiles, _, caps_tiles = buffers
-    slot = u % FORM.KV_STAGES
-    b0, b1 = b // inner, b % inner
-    if FORM.HAS_KEEP:
-        nbytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes + caps_desc.block_type.nbytes
-        mbarrier.expect(barrier, nbytes)
-        tma_load(caps_desc, [line_of(b0, b1, mask), key], barrier, caps_tiles.index(slot))
-    else:
-        mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma_load(k_desc, ring.at(b0, b1, head, to, 0, k_moves), barrier, k_tiles.index(slot))
-    tma_load(v_desc, ring.at(b0, b1, head, to, 0, v_moves), barrier, v_tiles.index(slot))
-
-
-@jit
-def load_unit(u, blanks, b, head, key, inner, extent, descs, moves, buffers, rings, mask, FORM: gl.constexpr):
-    """``copy_unit`` with hidden values made 0; returns ``blanks``, the tiles where that took a hand, counted on.
-
-    Tiles behind the item's last visible key come from behind the tensors, where copies read zeros.
-    """
-    kv_full, landed = rings[2], rings[6]
-    slot = u % FORM.KV_STAGES
-    if FORM.HAS_KEEP:
-        line = line_of(b // inner, b % inner, mask)
-        is_seen = key < keys_of(b, inner, extent, mask)
-        to = gl.where(is_seen, key, key + mask[2])
-        if is_seen & (not is_whole(line, key, mask, FORM.BLOCK_N)):
-            copy_unit(u, b, head, key, to, inner, descs, moves, buffers, landed.index(0), mask, FORM)
-            v = buffers[2].index(slot).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
-            copied_blank(landed.index(0), blanks, v, line, key, mask, kv_full.index(slot), FORM.BLOCK_N, FORM.DV_BLOCK)
-            blanks += 1
-        else:
-            copy_unit(u, b, head, key, to, inner, descs, moves, buffers, kv_full.index(slot), mask, FORM)
-    else:
-        copy_unit(u, b, head, key, key, inner, descs, moves, buffers, kv_full.index(slot), mask, FORM)
-    return blanks
-
-
-@jit
-def copy_tiles(descs, moves, buffers, rings, extent, items, inner, group, mask, FORM: gl.constexpr):
-    """The copying warp: an item's queries, then for every key tile the bias and each batch item's keys and values."""
-    q_desc, bias_desc = descs[0], descs[3]
-    q_moves, bias_moves = moves[0], moves[3]
-    q_tiles, bias_tiles = buffers[0], buffers[3]
-    q_full, q_empty, _kv_full, kv_empty, bias_full, bias_empty, _landed = rings
-    M, n, heads, batch, shift = extent
-    uses, blanks = 0, 0  # uses of the bias ring
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, first, h = locate(item, items, extent, FORM)
-        if FORM.HAS_KEEP:
-            n = widest(first, inner, extent, mask, FORM)
-        tiles, _masked = key_tiles(tile * FORM.BLOCK_M, (M, n, heads, batch, shift), FORM.BLOCK_M, FORM)
-        done = (item - gl.program_id(0)) // gl.num_programs(0)
-        slot = done % FORM.Q_BUFFERS
-        ring.wait_empty(q_empty, done, FORM.Q_BUFFERS)
-        mbarrier.expect(q_full.index(slot), 2 * FORM.ROWS * q_desc.block_type.nbytes)
-        for i in gl.static_range(2 * FORM.ROWS):
-            b = first + i // 2
-            to = ring.at(b // inner, b % inner, h, tile * FORM.BLOCK_M + i % 2 * 64, 0, q_moves)
-            tma_load(q_desc, to, q_full.index(slot), q_tiles.index(slot * FORM.ROWS * 2 + i))
-        for j in range(tiles):
-            key = (tiles - 1 - j) * FORM.BLOCK_N
-            slot = uses % FORM.BIAS_STAGES
-            ring.wait_empty(bias_empty, uses, FORM.BIAS_STAGES)
-            mbarrier.expect(bias_full.index(slot), 2 * bias_desc.block_type.nbytes)
-            for w in gl.static_range(2):
-                to = ring.at(first // inner, first % inner, h, tile * FORM.BLOCK_M + w * 64, key, bias_moves)
-                tma_load(bias_desc, to, bias_full.index(slot), bias_tiles.index(slot * 2 + w))
-            for g in gl.static_range(FORM.ROWS):
-                u = uses * FORM.ROWS + g
-                ring.wait_empty(kv_empty, u, FORM.KV_STAGES)
-                blanks = load_unit(
-                    u, blanks, first + g, h // group, key, inner, extent, descs, moves, buffers, rings, mask, FORM
-                )
-            uses += 1
+    return Form(*(gl.constexpr(x) for x in (*parameters, 128, True, reach, keep, twin, *layouts)))
 
 
 @jit
@@ -245,11 +136,8 @@ def first_reference(s, bias, m, scale, caps_tiles, u, FORM: gl.constexpr):
 
 
 @jit
-def key_tile(
-    w: gl.constexpr, s, out, m, l, uses, j, tiles, masked, done, more, limit, scale, buffers, rings,
-    FORM: gl.constexpr,
-):  # fmt: skip
-    """One key tile of ROWS batch items; returns ``(s, out, m, l)``.
+def key_tile(w: gl.constexpr, s, out, m, l, spot, scale, buffers, rings, CUTS: gl.constexpr, FORM: gl.constexpr):
+    """One key tile of ROWS batch items; returns ``(s, out, m, l)``. CUTS: a key may be hidden by a mask.
 
     On entry ``s`` holds the scores of the first of them and nothing is in flight; so it is on return, for the tile
     after. (The assembler serialises all products if one is in flight where a loop closes.) In between, oldest first:
@@ -257,6 +145,8 @@ def key_tile(
     """
     q_tiles, k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
     q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, _landed = rings
+    uses, j, tiles, masked, done, more, limit = spot
+    KEEP: gl.constexpr = FORM.KEEP and not (CUTS and FORM.TWIN and FORM.FIXED)  # beside the caps it spills
     last = j + 1 == tiles
     p = s
     for g in gl.static_range(FORM.ROWS):
@@ -265,7 +155,7 @@ def key_tile(
             s_next = score_next(w, g, q_tiles, k_tiles, q_full, done, u, last, more, FORM)
         if g == 0:
             ring.wait_full(bias_full, uses, FORM.BIAS_STAGES)
-        if g == 0 or not FORM.KEEP:
+        if g == 0 or not KEEP:
             column = (tiles - 1 - j) * FORM.BLOCK_N
             bias = read_bias(w, uses, column, j < masked, limit, bias_tiles, FORM)
             if FORM.FIXED:
@@ -276,11 +166,11 @@ def key_tile(
             s = warpgroup_mma_wait(FORM.REACH, deps=(s,))
         if FORM.FIXED:
             y = s * (scale * LOG2E) + bias
-            if FORM.HAS_KEEP:
+            if CUTS:
                 y = cut(y, caps_tiles, u, FORM)
         else:
             x = s * scale + bias
-            if FORM.HAS_KEEP:
+            if CUTS:
                 x = cut(x, caps_tiles, u, FORM)
             top = gl.maximum(m[g], gl.max(x, 1))
             unit = row_unit(top, gl.full_like(top, LOG2E), FORM)
@@ -315,7 +205,7 @@ def key_tile(
             o, p, s_next = warpgroup_mma_wait(0, deps=(o, p, s_next))
             ring.hand_back(kv_empty, u, FORM.KV_STAGES)
         out = replaced(out, g, o, FORM.ROWS)
-        if g == (0 if FORM.KEEP else FORM.ROWS - 1):  # all of the tile has gone into weights whose product was issued
+        if g == (0 if KEEP else FORM.ROWS - 1):  # all of the tile has gone into weights whose product was issued
             ring.hand_back(bias_empty, uses, FORM.BIAS_STAGES)
         s = s_next
     return s, out, m, l
@@ -387,10 +277,18 @@ def attend(
         out = repeated(gl.zeros([64, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT), FORM.ROWS)
         m = repeated(gl.full([64], NEG_INF, gl.float32, layout=ROW), FORM.ROWS)
         l = repeated(no_sums, FORM.ROWS)
+        whole = False  # what lies past the last key is in the first tile
         for j in range(tiles):
-            s, out, m, l = key_tile(
-                w, s, out, m, l, uses, j, tiles, masked, done, more, limit, scale, buffers, rings, FORM
-            )
+            spot = (uses, j, tiles, masked, done, more, limit)
+            if FORM.TWIN:
+                next_whole = are_whole(first, gl.maximum(tiles - 2 - j, 0) * FORM.BLOCK_N, inner, mask, FORM)
+                if whole:  # branches around the minimum alone, for each batch item, uncover exponentials
+                    s, out, m, l = key_tile(w, s, out, m, l, spot, scale, buffers, rings, False, FORM)
+                else:
+                    s, out, m, l = key_tile(w, s, out, m, l, spot, scale, buffers, rings, True, FORM)
+                whole = next_whole
+            else:
+                s, out, m, l = key_tile(w, s, out, m, l, spot, scale, buffers, rings, FORM.HAS_KEEP, FORM)
             uses += 1
         if FORM.FIXED:
             pitch = 2 * gl.cdiv(M, FORM.BLOCK_M)
@@ -428,8 +326,8 @@ def shared_forward_kernel(
     D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. Writes what
     ``forward_kernel`` writes, with two warpgroups. AHEAD: scores of the next unit are issued before this one's weights
     are formed, not after. FIXED (bfloat16): see above; writes ``flag_ptr[batch * heads, 2 cdiv(M, 128)]``, float32, 0.0
-    or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use. HAS_KEEP: keys are hidden
-    by a mask, see ``marks``; ``caps_desc`` in blocks ``[1, BLOCK_N]``.
+    or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use. HAS_KEEP: a mask hides
+    keys, see ``marks``; ``caps_desc`` in blocks ``[1, BLOCK_N]``.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, Q_BUFFERS, KV_STAGES, BIAS_STAGES, IS_CAUSAL, AHEAD,
                               FIXED, KEEP_LOW, LOW_RANGE and not FIXED, ORDER, HAS_KEEP)  # fmt: skip
