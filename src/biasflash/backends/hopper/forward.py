@@ -13,28 +13,34 @@ from triton import constexpr_function
 
 from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.deal import deal, first_lot, following, locate
+from biasflash.backends.hopper.forward_copies import ROWS, copy_tiles
+from biasflash.backends.hopper.forward_parts import (
+    NEG_INF,
+    cut,
+    key_tiles,
+    keys_of,
+    rounded,
+    row_unit,
+    slots,
+    store_statistics,
+    widen,
+)
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
     gl,
     jit,
     mbarrier,
     store_wait,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from biasflash.tile.softmax import LN2, LOG2E
-from biasflash.tile.span import key_span
-
-ROWS = gl.constexpr(64)  # of one warpgroup
-NEG_INF = gl.constexpr(float("-inf"))
-# From here on a float32 score is 64 at least from any other: weights are those of equals or nothing, in any unit.
-FAR = gl.constexpr(2.0**29)
+from biasflash.backends.hopper.marks import is_whole, line_of
+from biasflash.tile.softmax import LOG2E
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "BLOCK_M", "SCORES", "OUT", "SUMS",
+    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "BLOCK_M", "SCORES", "OUT", "SUMS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -44,86 +50,6 @@ def form(*parameters: Any) -> Any:
     """The kernel's parameters in one, with the rows of a query tile and layouts: of scores, output and row sums."""
     layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16]) for n in (parameters[3], parameters[1], 8))
     return Form(*(gl.constexpr(x) for x in (*parameters, 64 * parameters[2], *layouts)))
-
-
-@jit
-def slots(desc, COUNT: gl.constexpr):
-    """Shared memory for COUNT boxes of a tensor."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@jit
-def key_tiles(row, extent, COUNT: gl.constexpr, FORM: gl.constexpr):
-    """(key tiles, those of them at the end that need a mask) of COUNT query rows; at least one tile, to write zeros."""
-    M, N, _heads, _batch, shift = extent
-    full_end, end = key_span(row, M, N, shift, COUNT, FORM.BLOCK_N, FORM.IS_CAUSAL)
-    tiles = gl.maximum(gl.cdiv(end, FORM.BLOCK_N), 1)
-    return tiles, tiles - full_end // FORM.BLOCK_N
-
-
-@jit
-def widen(x):
-    """To float32; bfloat16 two at a time: the halves of a word are one shift and one mask away."""
-    if x.dtype == gl.bfloat16:
-        halves: gl.constexpr = "shl.b32 $0, $2, 16;\n\tand.b32 $1, $2, 0xffff0000;"
-        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-    else:
-        return x.to(gl.float32)
-
-
-@jit
-def rounded(x, y):
-    """x * y, rounded: never half of an FMA."""
-    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@jit
-def load_keys(u, i, tiles, spot, descs, moves, buffers, rings, FORM: gl.constexpr):
-    """Copy the ``i``-th tile of an item (the ``u``-th of all): keys, biases, values, in the order they are needed."""
-    k_desc, v_desc, bias_desc = descs
-    k_moves, v_moves, bias_moves = moves
-    k_tiles, v_tiles, bias_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    b0, b1, h, kv_head, row = spot
-    column = (tiles - 1 - i) * FORM.BLOCK_N
-    slot = u % FORM.KV_STAGES
-    ring.wait_empty(k_empty, u, FORM.KV_STAGES)
-    mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-    tma_load(k_desc, ring.at(b0, b1, kv_head, column, 0, k_moves), k_full.index(slot), k_tiles.index(slot))
-    if FORM.HAS_BIAS:
-        stage = u % FORM.BIAS_STAGES
-        ring.wait_empty(bias_empty, u, FORM.BIAS_STAGES)
-        mbarrier.expect(bias_full.index(stage), FORM.WARPGROUPS * bias_desc.block_type.nbytes)
-        for w in gl.static_range(FORM.WARPGROUPS):
-            to = bias_tiles.index(stage * FORM.WARPGROUPS + w)
-            tma_load(bias_desc, ring.at(b0, b1, h, row + w * ROWS, column, bias_moves), bias_full.index(stage), to)
-    ring.wait_empty(v_empty, u, FORM.KV_STAGES)
-    mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-    tma_load(v_desc, ring.at(b0, b1, kv_head, column, 0, v_moves), v_full.index(slot), v_tiles.index(slot))
-
-
-@jit
-def copy_tiles(q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM: gl.constexpr):
-    """The copying warp."""
-    q_tiles, q_full, q_empty = q_parts
-    dealt = deal(items, extent, FORM)
-    lot, turn, done, base = first_lot(FORM), 0, 0, 0
-    while lot < dealt[0]:
-        tile, b, h = locate(lot, turn, dealt, extent, FORM)
-        row = tile * FORM.BLOCK_M
-        spot = (b // inner, b % inner, h, h // group, row)
-        tiles, _masked = key_tiles(row, extent, FORM.BLOCK_M, FORM)
-        load_keys(base, 0, tiles, spot, descs, moves, buffers, rings, FORM)
-        for w in gl.static_range(FORM.WARPGROUPS):  # after the first keys: queries are handed back last of all
-            mbarrier.wait(q_empty.index(w), (done & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-            to = ring.at(b // inner, b % inner, h, row + w * ROWS, 0, q_moves)
-            tma_load(q_desc, to, q_full.index(w), q_tiles.index(w))
-        for i in range(1, tiles):
-            load_keys(base + i, i, tiles, spot, descs, moves, buffers, rings, FORM)
-        base += tiles
-        done += 1
-        lot, turn = following(lot, turn, dealt, extent, FORM)
 
 
 @jit
@@ -156,19 +82,6 @@ def hide(x, limit, column, FORM: gl.constexpr):
 
 
 @jit
-def row_unit(top, unit, FORM: gl.constexpr):
-    """What turns the scores of rows with maximum ``top`` into base 2.
-
-    LOW_RANGE: 1 beyond FAR, where references are exact then, up to ``finfo.max``, which LOG2E takes to infinity. Before
-    it a rounded reference is 32 off at most: a factor of all weights of the row (float16 holds half of that).
-    """
-    if FORM.LOW_RANGE:
-        return gl.where(gl.abs(top) > FAR, 1.0, unit)
-    else:
-        return unit
-
-
-@jit
 def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.constexpr):
     """One tile of scores -> (weights, maximum, sum, factor for what was accumulated).
 
@@ -188,14 +101,18 @@ def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.cons
 
 
 @jit
-def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, FORM: gl.constexpr):
+def step(
+    w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask, FORM: gl.constexpr
+):
     """Scores of tile ``u``, and the sum over tile ``u - 1`` under whose product their softmax runs.
 
     CAUSAL: tiles before ``full`` need a mask. That is a branch and not a loop of its own: between two loops weights of
     two bytes are unpacked and packed at every tile, 64 instructions beside 460.
     """
-    k_tiles, v_tiles, bias_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
+    k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed = rings
+    if FORM.HAS_KEEP:
+        whole = is_whole(line, (end - 1 - u) * FORM.BLOCK_N, mask, FORM.BLOCK_N)
     EARLY: gl.constexpr = FORM.WARPGROUPS == 2  # a bias tile in registers before the scores are: not with 160 of them
     if not FORM.PINNED:
         ring.wait_full(k_full, u, FORM.KV_STAGES)
@@ -210,11 +127,14 @@ def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffe
             bias = read_bias(w, u, bias_tiles, bias_full, FORM)
         s = s * scale + widen(bias)
         ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
+    if FORM.HAS_KEEP:  # noqa: SIM102
+        if not whole:
+            s = cut(s, caps_tiles, u, FORM)
     ring.hand_back(k_empty, u, FORM.KV_STAGES)
     if FORM.IS_CAUSAL:  # noqa: SIM102
         if u < full:
             s = hide(s, limit, (end - 1 - u) * FORM.BLOCK_N, FORM)
-    weights, m, l, alpha = weigh(s, m, l, unit, q.dtype, FORM.IS_CAUSAL or FORM.HAS_BIAS, FORM)
+    weights, m, l, alpha = weigh(s, m, l, unit, q.dtype, FORM.IS_CAUSAL or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
     if FORM.PINNED:
         # The assembler lifts the wait for the product above the exponentials where both sit in one basic block. The
         # wait for the next keys is due anyway; here its loop ends the block.
@@ -225,52 +145,40 @@ def step(w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffe
 
 
 @jit
-def store_statistics(m, l, unit, scale, row, head, M, row_ptrs, FORM: gl.constexpr):
-    """Write lse and what its rounding lost of a warpgroup's rows; return what sums are to be multiplied with."""
-    lse_ptr, low_ptr = row_ptrs
-    dead = l == 0.0
-    sums = gl.where(dead, 1.0, l)
-    m = gl.where(dead, 0.0, m)
-    unit = row_unit(m, unit, FORM)
-    log_sum = gl.log2(sums) - gl.fma(m, unit, -rounded(m, unit))  # sums are relative to the rounded reference
-    top = m
-    if not FORM.HAS_BIAS:
-        top = rounded(m, gl.full_like(m, scale))
-    lse = gl.fma(log_sum, LN2, top)
-    to = head.to(gl.int64) * M + row
-    gl.store(lse_ptr + to, gl.where(dead, NEG_INF, lse), mask=row < M)
-    if FORM.KEEP_LOW:
-        low = gl.fma(log_sum, LN2, top - lse)
-        if not FORM.HAS_BIAS:
-            low += gl.fma(m, scale, -top)
-        gl.store(low_ptr + to, low, mask=row < M)
-    return gl.where(dead, 0.0, 1.0 / sums)
-
-
-@jit
 def attend(
-    w: gl.constexpr, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM: gl.constexpr
-):
+    w: gl.constexpr, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask,
+    FORM: gl.constexpr,
+):  # fmt: skip
     """Warpgroup ``w``."""
     ROW: gl.constexpr = gl.SliceLayout(1, FORM.SCORES)
-    HIDES: gl.constexpr = FORM.IS_CAUSAL or FORM.ODD_N
-    q_tiles, q_full, q_empty = q_parts
+    HIDES: gl.constexpr = FORM.IS_CAUSAL or (FORM.ODD_N and not FORM.HAS_KEEP)  # caps end with the keys
+    q_tiles, q_full, q_empty, _desc, _moves = q_parts
     out_desc, out_moves, out_tiles = out_parts
-    k_tiles, v_tiles, bias_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty = rings
-    M, N, heads, _batch, shift = extent
+    k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed = rings
+    M, N, heads, batch, shift = extent
     q = q_tiles.index(w).reshape([ROWS, FORM.D_BLOCK])
     unit = gl.full([ROWS], LOG2E if FORM.HAS_BIAS else scale * LOG2E, gl.float32, layout=ROW)
     dealt = deal(items, extent, FORM)
     lot, turn, done, base = first_lot(FORM), 0, 0, 0
+    n = N
+    if FORM.HAS_KEEP:
+        n = keys_of(locate(lot, turn, dealt, extent, FORM)[1], inner, extent, mask)
     while lot < dealt[0]:
         tile, b, h = locate(lot, turn, dealt, extent, FORM)
-        tiles, masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
+        seen = (M, n, heads, batch, shift)
+        line = 0
+        if FORM.HAS_KEEP:
+            line = line_of(b // inner, b % inner, mask)
+            # of the next item: on its way while this one is computed
+            next_lot, next_turn = following(lot, turn, dealt, extent, FORM)
+            n = keys_of(locate(next_lot, next_turn, dealt, extent, FORM)[1], inner, extent, mask)
+        tiles, masked = key_tiles(tile * FORM.BLOCK_M, seen, FORM.BLOCK_M, FORM)
         start = tile * FORM.BLOCK_M + w * ROWS
         first = base
         end = base + tiles
         if FORM.IS_CAUSAL:  # tiles that only later rows see
-            own, masked = key_tiles(start, extent, ROWS, FORM)
+            own, masked = key_tiles(start, seen, ROWS, FORM)
             first = end - own
             for u in range(base, first):
                 ring.wait_full(k_full, u, FORM.KV_STAGES)  # an earlier hand-over would count for the tile before
@@ -287,22 +195,26 @@ def attend(
         ring.wait_full(k_full, first, FORM.KV_STAGES)
         s = score(q, k_tiles, first, FORM)
         s = warpgroup_mma_wait(0, deps=(s,))
-        ring.hand_back(k_empty, first, FORM.KV_STAGES)
+        if not FORM.HAS_KEEP:
+            ring.hand_back(k_empty, first, FORM.KV_STAGES)
         if FORM.HAS_BIAS:
             s = s * scale + widen(read_bias(w, first, bias_tiles, bias_full, FORM))
             ring.hand_back(bias_empty, first, FORM.BIAS_STAGES)
+        if FORM.HAS_KEEP:
+            s = cut(s, caps_tiles, first, FORM)
+            ring.hand_back(k_empty, first, FORM.KV_STAGES)
         if HIDES:
             s = hide(s, limit, (end - 1 - first) * FORM.BLOCK_N, FORM)
         m = gl.full([ROWS], NEG_INF, gl.float32, layout=ROW)
         l = gl.zeros([ROWS, 8], gl.float32, layout=FORM.SUMS)
-        p, m, l, _alpha = weigh(s, m, l, unit, q.dtype, HIDES or FORM.HAS_BIAS, FORM)
+        p, m, l, _alpha = weigh(s, m, l, unit, q.dtype, HIDES or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
         o = gl.zeros([ROWS, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT)
         ring.wait_full_if(k_full, first + 1, first + 1 < end, FORM.KV_STAGES)
         full = first + 1
         if FORM.IS_CAUSAL:
             full = first + gl.minimum(gl.maximum(masked, 1), end - first)
         for u in range(first + 1, end):
-            o, p, m, l = step(w, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, FORM)
+            o, p, m, l = step(w, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask, FORM)
 
         if FORM.OUT_APART:
             mbarrier.arrive(q_empty.index(w), count=1)
@@ -328,14 +240,16 @@ def attend(
 
 
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
-                        "group", "batch", "shift"])  # fmt: skip
+                        "group", "batch", "shift", "caps_pitch", "line_0", "line_1"])  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
+    caps_desc, caps_ptr, spans_ptr, caps_pitch, line_0, line_1,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
     KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, OUT_APART: gl.constexpr, PINNED: gl.constexpr,
+    HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    OUT_APART: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, with lse ``[batch, heads, M]``.
 
@@ -343,10 +257,11 @@ def forward_kernel(
     k ``[BLOCK_N, D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. OUT_APART: the
     output has shared memory of its own, else it takes the queries' place (equal blocks only). KEEP_LOW: ``low_ptr``
     gets what lse's rounding lost. LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the
-    product (needs two KV_STAGES). ``*_moves``: see ``pipeline.at``.
+    product (needs two KV_STAGES). HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``.
+    ``*_moves``: see ``pipeline.at``.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL,
-                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER)  # fmt: skip
+                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP)  # fmt: skip
     gl.static_assert(OUT_APART or D_BLOCK == DV_BLOCK, "the output does not fit in the queries' place")
     gl.static_assert(HAS_BIAS or not LOW_RANGE, "only a bias is that low")
     gl.static_assert(KV_STAGES > 1 or not PINNED, "waiting early for the next keys needs a second slot")
@@ -365,28 +280,34 @@ def forward_kernel(
         bias_tiles = slots(bias_desc, BIAS_STAGES * WARPGROUPS)
         bias_full, bias_empty = ring.ring_barriers(BIAS_STAGES), ring.ring_barriers(BIAS_STAGES)
         ring.start_ring(bias_full, bias_empty, BIAS_STAGES, WARPGROUPS)
+    caps_tiles, landed = k_tiles, k_full
+    if HAS_KEEP:
+        caps_tiles = slots(caps_desc, KV_STAGES)
+        landed = ring.ring_barriers(1)
+        mbarrier.init(landed.index(0), count=1)
     fence_async_shared()
 
     # tuples hold runtime values only: a constexpr in one would become a tensor
-    buffers = (k_tiles, v_tiles, bias_tiles)
-    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty)
-    q_parts = (q_tiles, q_full, q_empty)
+    buffers = (k_tiles, v_tiles, bias_tiles, caps_tiles)
+    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed)
+    q_parts = (q_tiles, q_full, q_empty, q_desc, q_moves)
     out_parts = (out_desc, out_moves, out_tiles)
     row_ptrs = (lse_ptr, low_ptr)
     extent = (M, N, heads, batch, shift)
-    descs = (k_desc, v_desc, bias_desc)
+    descs = (k_desc, v_desc, bias_desc, caps_desc)
+    mask = (caps_ptr, spans_ptr, caps_pitch, line_0, line_1)
     moves = (k_moves, v_moves, bias_moves)
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (copy_tiles, (q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (copy_tiles, (q_parts, descs, moves, buffers, rings, extent, items, inner, group, mask, FORM)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (attend, (2, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, FORM)),
-            (copy_tiles, (q_parts, q_desc, q_moves, descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (attend, (2, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (copy_tiles, (q_parts, descs, moves, buffers, rings, extent, items, inner, group, mask, FORM)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -57,7 +57,9 @@ def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     p = ops.problem
     width = max(p.D, p.Dv)
     if p.Dv == p.D:
-        shared = config.shared_tile(width, p.dtype == torch.bfloat16, p.causal_shift is not None)
+        # causal tiles of 128 keys have no registers left for what hides keys
+        in_long_tiles = p.causal_shift is not None and key_mask(ops) is None
+        shared = config.shared_tile(width, p.dtype == torch.bfloat16, in_long_tiles)
         if shared is not None and items_share_bias(ops, shared.rows):
             return shared
     return config.forward_tile(width, ops.has_dense, p.causal_shift is not None)
@@ -97,5 +99,5 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
     else:
         kernel = forward.forward_kernel
         given |= {"WARPGROUPS": groups, "ODD_N": p.N % tile.block_n != 0}
-        given |= {"OUT_APART": tile.out_apart or wide != wide_v, "PINNED": tile.pinned}
+        given |= {"OUT_APART": tile.out_apart or wide != wide_v, "PINNED": tile.pinned or mask is not None}
     return record(ops, kernel, given, tile)

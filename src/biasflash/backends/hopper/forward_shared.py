@@ -16,22 +16,32 @@ from typing import Any
 from triton import constexpr_function
 
 from biasflash.backends.hopper import pipeline as ring
-from biasflash.backends.hopper.forward import key_tiles, rounded, row_unit, slots, store_statistics, widen
+from biasflash.backends.hopper.forward_parts import (
+    NEG_INF,
+    cut,
+    key_tiles,
+    keys_of,
+    repeated,
+    replaced,
+    rounded,
+    row_unit,
+    slots,
+    store_statistics,
+    widen,
+)
+from biasflash.backends.hopper.forward_shared_copies import are_whole, copy_tiles, locate, widest
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
     gl,
     jit,
     mbarrier,
     store_wait,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from biasflash.tile.softmax import LOG2E
-from biasflash.tile.span import place
 
-NEG_INF = gl.constexpr(float("-inf"))
 # FIXED: sums to be believed. Weights below 2**-126 are lost, 2**-62 of the least sum. The largest has a reciprocal;
 # whether it was too much for values is looked at.
 LEAST_SUM = gl.constexpr(2.0**-64)
@@ -39,7 +49,8 @@ LARGEST_SUM = gl.constexpr(2.0**100)
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "BLOCK_N", "ROWS", "Q_BUFFERS", "KV_STAGES", "BIAS_STAGES", "IS_CAUSAL", "AHEAD",
-    "FIXED", "KEEP_LOW", "LOW_RANGE", "ORDER", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "SCORES", "OUT",
+    "FIXED", "KEEP_LOW", "LOW_RANGE", "ORDER", "HAS_KEEP", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "TWIN", "SCORES",
+    "OUT",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -50,90 +61,16 @@ def form(*parameters: Any) -> Any:
 
     KEEP: a widened bias tile stays in registers for all ROWS items. It takes half a register a score, beside the
     outputs and one or two tiles of scores; where the three are more than 192 of 240, each item reads the tile anew.
+    TWIN: tiles without hidden keys have code of their own. Where position hides keys as well, the two spill 50 to 100
+    registers, but in tiles of 64 keys.
     REACH: how many units ahead of the softmax keys must have come, and how many scores may be in flight.
     """
-    dv, n, rows, ahead = (parameters[i] for i in (1, 2, 3, 8))
+    dv, n, rows, is_causal, ahead, is_masked = (parameters[i] for i in (1, 2, 3, 7, 8, 13))
     reach = 2 if ahead else 1
     keep = rows * dv + n * (1 + reach) <= 384
+    twin = is_masked and not (is_causal and n > 64)
     layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]) for width in (n, dv))
-    return Form(*(gl.constexpr(x) for x in (*parameters, 128, True, reach, keep, *layouts)))
-
-
-@jit
-def replaced(entries, i: gl.constexpr, x, COUNT: gl.constexpr):
-    """The tuple with entry ``i`` replaced."""
-    new = (x if i == 0 else entries[0],)
-    for c in gl.static_range(1, COUNT):
-        new = new + (x if i == c else entries[c],)  # noqa: RUF005
-    return new
-
-
-@jit
-def repeated(x, COUNT: gl.constexpr):
-    """COUNT times the same value."""
-    entries = (x,)
-    for _ in gl.static_range(1, COUNT):
-        entries = entries + (x,)  # noqa: RUF005
-    return entries
-
-
-@jit
-def locate(item, items, extent, FORM: gl.constexpr):
-    """Item -> (query tile, first batch item, head).
-
-    CAUSAL: the longest first, and every second round of the grid is dealt backwards, so that a short item follows a
-    long one; items of one bias tile stay together.
-    """
-    M, _N, heads, batch, _shift = extent
-    tiles = gl.cdiv(M, FORM.BLOCK_M)
-    groups = batch // FORM.ROWS
-    if FORM.IS_CAUSAL:
-        dealt = item - gl.program_id(0)
-        back = dealt + gl.minimum(gl.num_programs(0), items - dealt) - 1 - gl.program_id(0)
-        index = gl.where((dealt // gl.num_programs(0)) % 2 == 1, back, item)
-        pair = index % (groups * heads)
-        return tiles - 1 - index // (groups * heads), pair % groups * FORM.ROWS, pair // groups
-    else:
-        tile, b, h = place(item, tiles, groups, heads, FORM.ORDER)
-        return tile, b * FORM.ROWS, h
-
-
-@jit
-def copy_tiles(descs, moves, buffers, rings, extent, items, inner, group, FORM: gl.constexpr):
-    """The copying warp: an item's queries, then for every key tile the bias and each batch item's keys and values."""
-    q_desc, k_desc, v_desc, bias_desc = descs
-    q_moves, k_moves, v_moves, bias_moves = moves
-    q_tiles, k_tiles, v_tiles, bias_tiles = buffers
-    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty = rings
-    uses = 0  # of the bias ring
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, first, h = locate(item, items, extent, FORM)
-        tiles, _masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
-        done = (item - gl.program_id(0)) // gl.num_programs(0)
-        slot = done % FORM.Q_BUFFERS
-        ring.wait_empty(q_empty, done, FORM.Q_BUFFERS)
-        mbarrier.expect(q_full.index(slot), 2 * FORM.ROWS * q_desc.block_type.nbytes)
-        for i in gl.static_range(2 * FORM.ROWS):
-            b = first + i // 2
-            to = ring.at(b // inner, b % inner, h, tile * FORM.BLOCK_M + i % 2 * 64, 0, q_moves)
-            tma_load(q_desc, to, q_full.index(slot), q_tiles.index(slot * FORM.ROWS * 2 + i))
-        for j in range(tiles):
-            key = (tiles - 1 - j) * FORM.BLOCK_N
-            slot = uses % FORM.BIAS_STAGES
-            ring.wait_empty(bias_empty, uses, FORM.BIAS_STAGES)
-            mbarrier.expect(bias_full.index(slot), 2 * bias_desc.block_type.nbytes)
-            for w in gl.static_range(2):
-                to = ring.at(first // inner, first % inner, h, tile * FORM.BLOCK_M + w * 64, key, bias_moves)
-                tma_load(bias_desc, to, bias_full.index(slot), bias_tiles.index(slot * 2 + w))
-            for g in gl.static_range(FORM.ROWS):
-                b0, b1 = (first + g) // inner, (first + g) % inner
-                u = uses * FORM.ROWS + g
-                slot = u % FORM.KV_STAGES
-                ring.wait_empty(kv_empty, u, FORM.KV_STAGES)
-                mbarrier.expect(kv_full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                tma_load(k_desc, ring.at(b0, b1, h // group, key, 0, k_moves), kv_full.index(slot), k_tiles.index(slot))
-                tma_load(v_desc, ring.at(b0, b1, h // group, key, 0, v_moves), kv_full.index(slot), v_tiles.index(slot))
-            uses += 1
+    return Form(*(gl.constexpr(x) for x in (*parameters, 128, True, reach, keep, twin, *layouts)))
 
 
 @jit
@@ -180,33 +117,36 @@ def read_bias(w: gl.constexpr, uses, column, is_masked, limit, bias_tiles, FORM:
     """The bias of use ``uses``, from key ``column`` on."""
     tile = bias_tiles.index(uses % FORM.BIAS_STAGES * 2 + w)
     bias = widen(tile.reshape([64, FORM.BLOCK_N]).load(FORM.SCORES))
-    if is_masked:  # on the bias, once for ROWS items; on scores it spills 50 registers
-        bias = hide(bias, limit + 1 - column, FORM)
+    if FORM.IS_CAUSAL or not FORM.HAS_KEEP:  # noqa: SIM102
+        if is_masked:  # on the bias, once for ROWS items; on scores it spills 50 registers
+            bias = hide(bias, limit + 1 - column, FORM)
     return bias
 
 
 @jit
-def first_reference(s, bias, m, scale, FORM: gl.constexpr):
+def first_reference(s, bias, m, scale, caps_tiles, u, FORM: gl.constexpr):
     """FIXED: ``m`` with the rows' reference, the maximum of the first scores of the first item, but 0 at least.
 
     Rows far below 0 there are mostly hidden: by position, or a bias of -100, -1e4, ``finfo.min`` or -inf.
     """
-    return replaced(m, 0, gl.maximum(gl.max(s * scale + bias, 1), 0.0), FORM.ROWS)
+    x = s * scale + bias
+    if FORM.HAS_KEEP:
+        x = cut(x, caps_tiles, u, FORM)
+    return replaced(m, 0, gl.maximum(gl.max(x, 1), 0.0), FORM.ROWS)
 
 
 @jit
-def key_tile(
-    w: gl.constexpr, s, out, m, l, uses, j, tiles, masked, done, more, limit, scale, buffers, rings,
-    FORM: gl.constexpr,
-):  # fmt: skip
-    """One key tile of ROWS batch items; returns ``(s, out, m, l)``.
+def key_tile(w: gl.constexpr, s, out, m, l, spot, scale, buffers, rings, CUTS: gl.constexpr, FORM: gl.constexpr):
+    """One key tile of ROWS batch items; returns ``(s, out, m, l)``. CUTS: a key may be hidden by a mask.
 
     On entry ``s`` holds the scores of the first of them and nothing is in flight; so it is on return, for the tile
     after. (The assembler serialises all products if one is in flight where a loop closes.) In between, oldest first:
     scores of this unit, weights of the unit before, and with AHEAD scores of the unit after.
     """
-    q_tiles, k_tiles, v_tiles, bias_tiles = buffers
-    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty = rings
+    q_tiles, k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
+    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, _landed = rings
+    uses, j, tiles, masked, done, more, limit = spot
+    KEEP: gl.constexpr = FORM.KEEP and not (CUTS and FORM.TWIN and FORM.FIXED)  # beside the caps it spills
     last = j + 1 == tiles
     p = s
     for g in gl.static_range(FORM.ROWS):
@@ -215,19 +155,23 @@ def key_tile(
             s_next = score_next(w, g, q_tiles, k_tiles, q_full, done, u, last, more, FORM)
         if g == 0:
             ring.wait_full(bias_full, uses, FORM.BIAS_STAGES)
-        if g == 0 or not FORM.KEEP:
+        if g == 0 or not KEEP:
             column = (tiles - 1 - j) * FORM.BLOCK_N
             bias = read_bias(w, uses, column, j < masked, limit, bias_tiles, FORM)
             if FORM.FIXED:
                 if g == 0 and j == 0:
-                    m = first_reference(s, bias, m, scale, FORM)
+                    m = first_reference(s, bias, m, scale, caps_tiles, u, FORM)
                 bias = bias * LOG2E - rounded(m[0], gl.full_like(m[0], LOG2E))[:, None]
         if g > 0:
             s = warpgroup_mma_wait(FORM.REACH, deps=(s,))
         if FORM.FIXED:
             y = s * (scale * LOG2E) + bias
+            if CUTS:
+                y = cut(y, caps_tiles, u, FORM)
         else:
             x = s * scale + bias
+            if CUTS:
+                x = cut(x, caps_tiles, u, FORM)
             top = gl.maximum(m[g], gl.max(x, 1))
             unit = row_unit(top, gl.full_like(top, LOG2E), FORM)
             reference = gl.where(top == NEG_INF, 0.0, rounded(top, unit))
@@ -261,7 +205,7 @@ def key_tile(
             o, p, s_next = warpgroup_mma_wait(0, deps=(o, p, s_next))
             ring.hand_back(kv_empty, u, FORM.KV_STAGES)
         out = replaced(out, g, o, FORM.ROWS)
-        if g == (0 if FORM.KEEP else FORM.ROWS - 1):  # all of the tile has gone into weights whose product was issued
+        if g == (0 if KEEP else FORM.ROWS - 1):  # all of the tile has gone into weights whose product was issued
             ring.hand_back(bias_empty, uses, FORM.BIAS_STAGES)
         s = s_next
     return s, out, m, l
@@ -276,13 +220,19 @@ def row_sums(o, l, row, FORM: gl.constexpr):
 
 
 @jit
-def store_flags(out, l, row, limit, M, to, pitch, flag_ptr, FORM: gl.constexpr):
-    """1.0 for ROWS items where sums of a row are not to be believed; nor is a sum of 0, unless position hides all."""
+def store_flags(out, l, row, limit, first, to, pitch, flag_ptr, inner, extent, mask, FORM: gl.constexpr):
+    """1.0 for ROWS items where sums of a row are not to be believed.
+
+    Nor is a sum of 0, unless position hides all keys or a mask all of the item's.
+    """
     counts = gl.zeros_like(row)  # of such rows, up to 64: a byte for each item
     for g in gl.static_range(FORM.ROWS):
         total = row_sums(out[g], l[g], row, FORM)
         fine = (total >= LEAST_SUM) & (total <= LARGEST_SUM)
-        fine = fine | ((total == 0.0) & (limit < 0)) | (row >= M)
+        dead = limit < 0
+        if FORM.HAS_KEEP:
+            dead = dead | (keys_of(first + g, inner, extent, mask) == 0)
+        fine = fine | ((total == 0.0) & dead) | (row >= extent[0])
         counts += gl.where(fine, 0, 1 << (8 * g))
     counts = gl.sum(counts, 0)
     for g in gl.static_range(FORM.ROWS):
@@ -292,13 +242,13 @@ def store_flags(out, l, row, limit, M, to, pitch, flag_ptr, FORM: gl.constexpr):
 @jit
 def attend(
     w: gl.constexpr, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale,
-    FORM: gl.constexpr,
+    mask, FORM: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``w``: rows ``64 w`` to ``64 w + 63`` of every query tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, FORM.SCORES)
     q_tiles, k_tiles = buffers[0], buffers[1]
     q_full, kv_full = rings[0], rings[2]
-    M, N, heads, _batch, shift = extent
+    M, N, heads, batch, shift = extent
     unit = gl.full([64], LOG2E, gl.float32, layout=ROW)
     no_sums = lane_sums(gl.zeros([64, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES), FORM.BLOCK_N)
     ring.wait_full(q_full, 0, FORM.Q_BUFFERS)
@@ -307,12 +257,18 @@ def attend(
     s = warpgroup_mma_wait(0, deps=(s,))
     if FORM.AHEAD:
         ring.wait_full(kv_full, 1, FORM.KV_STAGES)
+    n = N
+    if FORM.HAS_KEEP:
+        n = widest(locate(gl.program_id(0), items, extent, FORM)[1], inner, extent, mask, FORM)
     uses = 0  # of the bias ring; ROWS times as many of the key ring
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile, first, h = locate(item, items, extent, FORM)
-        tiles, masked = key_tiles(tile * FORM.BLOCK_M, extent, FORM.BLOCK_M, FORM)
+        tiles, masked = key_tiles(tile * FORM.BLOCK_M, (M, n, heads, batch, shift), FORM.BLOCK_M, FORM)
         done = (item - gl.program_id(0)) // gl.num_programs(0)
         more = item + gl.num_programs(0) < items
+        if FORM.HAS_KEEP:  # of the next item: on its way while this one is computed
+            after = locate(gl.where(more, item + gl.num_programs(0), item), items, extent, FORM)[1]
+            n = widest(after, inner, extent, mask, FORM)
         start = tile * FORM.BLOCK_M + w * 64
         row = start + gl.arange(0, 64, layout=ROW)
         limit = gl.full([64], N - 1, gl.int32, layout=ROW)  # the last key that a row sees
@@ -321,15 +277,23 @@ def attend(
         out = repeated(gl.zeros([64, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT), FORM.ROWS)
         m = repeated(gl.full([64], NEG_INF, gl.float32, layout=ROW), FORM.ROWS)
         l = repeated(no_sums, FORM.ROWS)
+        whole = False  # what lies past the last key is in the first tile
         for j in range(tiles):
-            s, out, m, l = key_tile(
-                w, s, out, m, l, uses, j, tiles, masked, done, more, limit, scale, buffers, rings, FORM
-            )
+            spot = (uses, j, tiles, masked, done, more, limit)
+            if FORM.TWIN:
+                next_whole = are_whole(first, gl.maximum(tiles - 2 - j, 0) * FORM.BLOCK_N, inner, mask, FORM)
+                if whole:  # branches around the minimum alone, for each batch item, uncover exponentials
+                    s, out, m, l = key_tile(w, s, out, m, l, spot, scale, buffers, rings, False, FORM)
+                else:
+                    s, out, m, l = key_tile(w, s, out, m, l, spot, scale, buffers, rings, True, FORM)
+                whole = next_whole
+            else:
+                s, out, m, l = key_tile(w, s, out, m, l, spot, scale, buffers, rings, FORM.HAS_KEEP, FORM)
             uses += 1
         if FORM.FIXED:
             pitch = 2 * gl.cdiv(M, FORM.BLOCK_M)
             to = (first * heads + h) * pitch + 2 * tile + w
-            store_flags(out, l, row, limit, M, to, heads * pitch, flag_ptr, FORM)
+            store_flags(out, l, row, limit, first, to, heads * pitch, flag_ptr, inner, extent, mask, FORM)
         slot = done % FORM.Q_BUFFERS * FORM.ROWS
         for g in gl.static_range(FORM.ROWS):
             total = row_sums(out[g], l[g], row, FORM)
@@ -345,14 +309,15 @@ def attend(
 
 
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
-                        "group", "batch", "shift"])  # fmt: skip
+                        "group", "batch", "shift", "caps_pitch", "line_0", "line_1"])  # fmt: skip
 def shared_forward_kernel(
     q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, flag_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
+    caps_desc, caps_ptr, spans_ptr, caps_pitch, line_0, line_1,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     Q_BUFFERS: gl.constexpr, KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
     AHEAD: gl.constexpr, FIXED: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, ROWS batch items around one bias tile.
 
@@ -361,10 +326,11 @@ def shared_forward_kernel(
     D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. Writes what
     ``forward_kernel`` writes, with two warpgroups. AHEAD: scores of the next unit are issued before this one's weights
     are formed, not after. FIXED (bfloat16): see above; writes ``flag_ptr[batch * heads, 2 cdiv(M, 128)]``, float32, 0.0
-    or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use.
+    or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use. HAS_KEEP: a mask hides
+    keys, see ``marks``; ``caps_desc`` in blocks ``[1, BLOCK_N]``.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, Q_BUFFERS, KV_STAGES, BIAS_STAGES, IS_CAUSAL, AHEAD,
-                              FIXED, KEEP_LOW, LOW_RANGE and not FIXED, ORDER)  # fmt: skip
+                              FIXED, KEEP_LOW, LOW_RANGE and not FIXED, ORDER, HAS_KEEP)  # fmt: skip
     gl.static_assert(not FIXED or q_desc.dtype == gl.bfloat16, "float16 weights do not reach as far as float32")
     gl.static_assert(not FIXED or ROWS <= 4, "a byte for each item's flag")
     gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")
@@ -385,15 +351,21 @@ def shared_forward_kernel(
     ring.start_ring(q_full, q_empty, Q_BUFFERS, 2)
     ring.start_ring(kv_full, kv_empty, KV_STAGES, 2)
     ring.start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
+    caps_tiles, landed = k_tiles, kv_full
+    if HAS_KEEP:
+        caps_tiles = slots(caps_desc, KV_STAGES)
+        landed = ring.ring_barriers(1)
+        mbarrier.init(landed.index(0), count=1)
     fence_async_shared()
-    descs = (q_desc, k_desc, v_desc, bias_desc)
+    descs = (q_desc, k_desc, v_desc, bias_desc, caps_desc)
     moves = (q_moves, k_moves, v_moves, bias_moves)
     row_ptrs = (lse_ptr, low_ptr)
-    buffers = (q_tiles, k_tiles, v_tiles, bias_tiles)
-    rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty)
+    mask = (caps_ptr, spans_ptr, caps_pitch, line_0, line_1)
+    buffers = (q_tiles, k_tiles, v_tiles, bias_tiles, caps_tiles)
+    rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, landed)
     extent = (M, N, heads, batch, shift)
     gl.warp_specialize([
-        (attend, (0, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, FORM)),
-        (attend, (1, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, FORM)),
-        (copy_tiles, (descs, moves, buffers, rings, extent, items, inner, group, FORM)),
+        (attend, (0, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, mask, FORM)),
+        (attend, (1, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, mask, FORM)),
+        (copy_tiles, (descs, moves, buffers, rings, extent, items, inner, group, mask, FORM)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
