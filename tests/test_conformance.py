@@ -317,7 +317,9 @@ def test_same_seed_same_tensors_and_another_seed_others() -> None:
     assert not torch.equal(first.q, other.q)
 
 
-@pytest.mark.parametrize("fill", ["random half", "key padding", "window", "some rows empty", "all", "none"])
+@pytest.mark.parametrize(
+    "fill", ["random half", "key padding", "left padding", "window", "some rows empty", "all", "none"]
+)
 def test_mask_fills(fill: str) -> None:
     case = CASES["mask-bhmn"]
     keep = case._mask(Mask(shape="BHMN", fill=fill), torch.device("cpu"), torch.Generator().manual_seed(0))

@@ -520,6 +520,20 @@ def test_a_call_without_a_bias_has_one_pass_back(D: int, round_of: int) -> None:
     assert launched.grid == 9 * 16 * 8, "one program an item: a program may wait for those before it"
 
 
+@pytest.mark.parametrize(
+    ("batch", "word", "shared"),
+    [((4,), "1HMN", True), ((2, 4), "b1HMN", True), ((2, 3), "b1HMN", False), ((4, 2), "1bHMN", False)],
+    ids=str,
+)
+def test_neighbours_along_the_last_batch_axis_share_a_bias_tile(
+    batch: tuple[int, ...], word: str, shared: bool
+) -> None:
+    recipes, told = planned(problem(batch=batch, biases=(word,)))
+    assert told == {"forward": [], "backward": []}
+    assert ("SHARED_FORWARD" in names(recipes["forward"])) == shared
+    assert own(recipes["backward"], "dq").arguments["ROWS"] == (2 if shared else 1)
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_a_causal_call_has_one_pass_back(D: int) -> None:
     for sizes in ({}, {"M": 1000}, {"M": 1024, "N": 2048}, {"M": 1024, "Hkv": 2}):

@@ -56,7 +56,7 @@ def hopper_calls(draw: st.DrawFn, dtype: torch.dtype, causal: bool | str) -> Cal
     """Problems to which the backend has no objection: a bias, a mask of keys, both or neither."""
     batch = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
     biases = draw(st.lists(_bias(len(batch), dtype), max_size=1))
-    masks = draw(st.lists(_key_mask(len(batch)), max_size=0))
+    masks = draw(st.lists(_key_mask(len(batch)), max_size=1))
     N = draw(st.integers(1, 700))
     D = draw(st.sampled_from(WIDTHS))
     return Call(

@@ -48,8 +48,8 @@ class Mask:
     """One boolean mask of a case; ``shape`` and ``strides`` as in ``Bias``.
 
     ``fill`` is ``"random half"`` (key 0 stays visible), ``"key padding"`` (keys from a random length on are hidden),
-    ``"window"`` (a band around the diagonal), ``"some rows empty"`` (random half, every third query row sees nothing),
-    ``"all"`` or ``"none"``.
+    ``"left padding"`` (keys before a random one are), ``"window"`` (a band around the diagonal), ``"some rows empty"``
+    (random half, every third query row sees nothing), ``"all"`` or ``"none"``.
     """
 
     shape: str
@@ -263,6 +263,9 @@ class Case:
         elif mask.fill == "key padding":
             lengths = torch.rand((*shape[:-1], 1), device=device, generator=source) * (shape[-1] - 1) + 1
             keep = keys < lengths
+        elif mask.fill == "left padding":
+            starts = torch.rand((*shape[:-1], 1), device=device, generator=source) * shape[-1]
+            keep = keys >= starts.floor()
         elif mask.fill == "window":
             queries = torch.arange(shape[-2], device=device)[:, None]
             keep = ((queries - keys).abs() <= max(1, shape[-1] // 8)).expand(shape).contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from biasflash.testing.case import Bias, Case
+from biasflash.testing.case import Bias, Case, Mask
 
 
 def _long(name: str, why: str, M: int = 260, N: int = 264, H: int = 2, D: int = 64, **more: Any) -> Case:
@@ -12,6 +12,124 @@ def _long(name: str, why: str, M: int = 260, N: int = 264, H: int = 2, D: int = 
     shape: dict[str, Any] = {"batch": (2,), "M": M, "N": N, "Hq": H, "Hkv": H, "D": D, "Dv": D}
     return Case(name=name, why=why, tags=frozenset({"check"}), dtypes=("fp16", "bf16"), **(shape | more))
 
+
+def _keys(fill: str = "key padding", shape: str = "B11N") -> tuple[Mask, ...]:
+    return (Mask(shape=shape, fill=fill),)
+
+
+_FULL, _SHARED = (Bias(shape="BHMN"),), (Bias(shape="1HMN"),)
+
+#: masks of keys, alone and beside a bias; ``poison``: NaN in hidden keys and values
+_KEYS: list[Case] = [
+    _long("keys-one-tile", "every hidden key in the first tile", M=130, N=193, masks=_keys(), poison=True),
+    _long("keys-padding", "a batch of many lengths", M=333, N=700, batch=(5,), masks=_keys(), poison=True),
+    _long("keys-padding-32", "the same, narrow", M=200, N=520, D=32, batch=(5,), masks=_keys(), poison=True),
+    _long("keys-padding-128", "the same, wide", M=200, N=513, D=128, batch=(5,), masks=_keys(), poison=True),
+    _long("keys-padding-256", "the widest heads", M=140, N=300, D=256, masks=_keys(), poison=True),
+    _long("keys-left", "padding on the left", N=500, batch=(5,), masks=_keys("left padding"), poison=True),
+    _long(
+        "keys-left-causal",
+        "rows that causality and padding leave nothing",
+        M=400,
+        N=400,
+        batch=(5,),
+        causal=True,
+        masks=_keys("left padding"),
+        poison=True,
+        return_lse=True,
+    ),
+    _long("keys-random", "holes in every tile", M=333, N=700, masks=_keys("random half"), poison=True),
+    _long("keys-none", "no key at all", masks=_keys("none"), poison=True, return_lse=True),
+    _long("keys-every", "every key, in the last tile none past the end", M=300, N=333, masks=_keys("all")),
+    _long("keys-causal", "more keys than queries", M=257, N=1000, D=128, causal=True, masks=_keys(), poison=True),
+    _long("keys-causal-rows", "more queries than keys", M=700, N=264, causal=True, masks=_keys(), poison=True),
+    _long("keys-grouped", "grouped heads, causal", M=300, N=520, H=6, Hkv=2, causal=True, masks=_keys(), poison=True),
+    _long("keys-item", "one mask for all items", N=600, batch=(3,), masks=_keys(shape="111N"), poison=True),
+    _long(
+        "keys-axes",
+        "two batch axes, a mask along the second",
+        batch=(2, 3),
+        masks=_keys(shape="1B11N"),
+        poison=True,
+    ),
+    _long("keys-axes-first", "along the first", D=32, batch=(3, 2), masks=_keys(shape="B111N"), poison=True),
+    _long("keys-full", "a bias for each item", N=520, biases=_FULL, masks=_keys(), poison=True),
+    _long("keys-full-128", "the same, wide, causal", D=128, causal=True, biases=_FULL, masks=_keys(), poison=True),
+    _long("keys-shared-32", "pairs of items of two lengths", D=32, batch=(6,), biases=_SHARED, masks=_keys()),
+    _long("keys-shared-64", "the same, wider", N=712, batch=(6,), biases=_SHARED, masks=_keys(), poison=True),
+    _long("keys-shared-128", "the same, wide", N=520, D=128, batch=(4,), biases=_SHARED, masks=_keys(), poison=True),
+    _long("keys-shared-odd", "an odd number of items", batch=(5,), biases=_SHARED, masks=_keys(), poison=True),
+    _long(
+        "keys-shared-random",
+        "holes beside a shared bias",
+        N=520,
+        D=32,
+        batch=(4,),
+        biases=_SHARED,
+        masks=_keys("random half"),
+        poison=True,
+    ),
+    _long(
+        "keys-shared-causal",
+        "a shared bias, causal, padding on the left",
+        M=300,
+        N=400,
+        batch=(4,),
+        causal=True,
+        biases=_SHARED,
+        masks=_keys("left padding"),
+        poison=True,
+    ),
+    _long(
+        "keys-shared-causal-32",
+        "the same, narrow",
+        M=300,
+        N=400,
+        D=32,
+        batch=(4,),
+        causal=True,
+        biases=_SHARED,
+        masks=_keys(),
+        poison=True,
+    ),
+    _long(
+        "keys-shared-none",
+        "no key at all, a shared bias",
+        batch=(4,),
+        biases=_SHARED,
+        masks=_keys("none"),
+        poison=True,
+    ),
+    _long(
+        "keys-triangle",
+        "rows of a pair matrix, each with its length",
+        N=384,
+        M=384,
+        D=32,
+        H=4,
+        batch=(2, 4),
+        biases=(Bias(shape="B1HMN"),),
+        masks=_keys(shape="BB11N"),
+        poison=True,
+    ),
+]
+
+#: heads wider than 128
+_WIDE: list[Case] = [
+    _long("wide-256", "the widest, one tile of queries", M=128, N=192, D=256),
+    _long("wide-256-odd", "no length fills its tiles", M=333, N=457, D=256),
+    _long("wide-256-causal", "more queries than keys", M=500, N=300, D=256, causal=True),
+    _long("wide-256-grouped", "grouped heads", M=200, N=264, H=4, Hkv=1, D=256, causal=True),
+    _long("wide-latent", "latent attention", M=400, N=520, D=192, Dv=128, causal=True, return_lse=True),
+    _long("wide-latent-odd", "the same, not causal", M=333, N=457, D=192, Dv=128),
+    _long("wide-latent-grouped", "the same, grouped", M=300, N=300, H=8, Hkv=2, D=192, Dv=128, causal=True),
+    _long("wide-192", "equal widths", M=257, N=400, D=192, causal=True),
+    _long("wide-160", "columns that fill no piece", M=257, N=400, D=160),
+    _long("wide-keys", "keys wider than values", M=257, N=300, D=136, Dv=64),
+    _long("wide-values", "values wider than keys", M=257, N=300, D=64, Dv=200, causal=True),
+    _long("wide-queries", "queries alone are trained", D=256, trained="q"),
+    _long("wide-keys-alone", "keys and values alone are trained", D=192, Dv=128, trained="kv"),
+]
 
 #: every one is part of ``biasflash check`` on a GPU
 LONG: list[Case] = [
@@ -39,6 +157,7 @@ LONG: list[Case] = [
     _long(
         "long-triangle", "rows of a pair matrix share a bias", D=32, batch=(2, 3), biases=(Bias(shape="B1HMN"),), H=4
     ),
+    _long("long-triangle-pairs", "pairs of rows around a bias tile", D=32, batch=(2, 4), biases=(Bias(shape="B1HMN"),)),
     _long("long-windows", "a bias for each window", D=32, batch=(3, 2), biases=(Bias(shape="1BHMN"),)),
     _long("long-widths", "values wider than keys", D=48, Dv=80, biases=(Bias(shape="1HMN"),)),
     _long("long-width-96", "a width between two tiles", D=96, causal=True),
@@ -67,4 +186,6 @@ LONG: list[Case] = [
     _long("long-expanded", "one sequence repeated with stride 0", strides="expanded"),
     _long("long-packed", "one packed gradient", M=264, layout="qkv", biases=(Bias(shape="BHMN"),)),
     _long("long-packed-kv", "one projection for k and v", H=4, Hkv=2, layout="kv", causal=True),
+    *_KEYS,
+    *_WIDE,
 ]

@@ -93,10 +93,9 @@ def batch_of(ops: Operands) -> tuple[int, int]:
 
 
 def items_share_bias(ops: Operands, count: int) -> bool:
-    """Whether ``count`` batch items at a time can stand around one tile of the bias, which is the same for all."""
+    """Whether ``count`` neighbours along the last batch axis can stand around one tile of the bias: it is theirs all."""
     p = ops.problem
-    one_axis = len(ops.sizes) == 1 and p.Hq == p.Hkv and p.batch_size % count == 0
-    return ops.has_dense and one_axis and not any(ops.term_views[0].strides[:-3])
+    return ops.has_dense and p.Hq == p.Hkv and ops.sizes[-1] % count == 0 and ops.term_views[0].strides[-4] == 0
 
 
 @dataclass(frozen=True, kw_only=True)
