@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -332,6 +333,7 @@ def test_an_objection_is_worded(p: Problem, words: str) -> None:
         problem(N=1003),
         problem(causal=True, Hkv=2, dtype=F16),
         problem(biases=FULL, scale=-0.5),
+        problem(N=1003, biases=SHARED),
         problem(batch=(2, 3, 4), biases=("1bcHMN",)),
         problem(D=192, Dv=128),
     ],
@@ -421,12 +423,12 @@ ODD_ROWS = Layout((1024 * 8 * 65, 8 * 65, 65, 1), True)
     [
         ({"q": ODD_ROWS}, "q of strides"),
         ({"v": Layout((1024 * 8 * 64, 8 * 64, 64, 1), False)}, "v of strides"),
-        ({"bias0": Layout((0, 1024 * 1028, 1028, 1), True)}, "bias0 of strides"),
+        ({"bias0": Layout((8 * 1024 * 1028, 1024 * 1028, 1028, 1), True)}, "bias0 of strides"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_a_layout_that_bulk_copies_do_not_take_runs_portable(other: dict[str, Layout], words: str) -> None:
-    p = problem(biases=SHARED)
+    p = problem(biases=FULL)
     rows, terms = layouts(p, **other)
     recipe, reasons = forward_recipe(p, H200, rows, terms)
     assert [r for r in reasons if r.startswith(words)], reasons
@@ -532,6 +534,52 @@ def test_neighbours_along_the_last_batch_axis_share_a_bias_tile(
     assert told == {"forward": [], "backward": []}
     assert ("SHARED_FORWARD" in names(recipes["forward"])) == shared
     assert own(recipes["backward"], "dq").arguments["ROWS"] == (2 if shared else 1)
+
+
+ODD = {"M": 1025, "biases": SHARED}
+
+
+@pytest.mark.parametrize(
+    ("p", "other", "by_pointer"),
+    [
+        (problem(**ODD), {}, True),
+        (problem(**ODD, D=32, batch=(64,)), {}, True),
+        (problem(M=333, D=32, batch=(64,), biases=SHARED), {}, True),
+        (problem(batch=(2, 4), M=333, biases=("b1HMN",)), {}, True),
+        (problem(biases=SHARED), {"bias0": Layout((0, 1024 * 1028, 1028, 1), True)}, False),
+        (problem(biases=SHARED), {"bias0": Layout((0, 1024 * 1024, 1, 1024), True)}, False),
+        (problem(biases=SHARED), {"bias0": Layout((0, 1024 * 1024, 1024, 1), False)}, False),
+    ],
+    ids=str,
+)
+def test_a_shared_bias_in_other_rows_is_copied_first(p: Problem, other: dict[str, Layout], by_pointer: bool) -> None:
+    rows, terms = layouts(p, **other)
+    forward, reasons = forward_recipe(p, H200, rows, terms)
+    assert not reasons
+    assert names(forward)[:2] == ["align_rows", "SHARED_FORWARD"]
+    backward, reasons = backward_of(p, **other)
+    assert not reasons
+    assert names(backward)[:2] == ["align_rows", "delta"]
+    pitch = -(-p.N // 8) * 8
+    assert dict(backward.scratch)["aligned"] * 2 == math.prod(p.terms[0].shape[:-1]) * pitch
+    for launched in (own(forward, "shared_forward"), *(x for x in backward.launches if "dbias_desc" in x.arguments)):
+        box = launched.arguments["bias_desc"]
+        assert (box.slot, box.shape[-2:], box.strides[-2:]) == ("aligned", (p.M, p.N), (pitch, 1))
+    (owner,) = [x for x in backward.launches if "dbias_desc" in x.arguments]
+    target = owner.arguments["partial_ptr"] if owner.arguments["SPLIT"] else owner.arguments["dbias_desc"].slot
+    assert target in ("grad0", "partial0")
+    assert by_pointer <= owner.arguments["SPLIT"]
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (problem(biases=FULL, N=1004), "a copy of it would be large"),  # as large as the scores
+        (problem(batch=(64,), M=4100, N=4100, biases=SHARED), "a copy of it would be large"),  # 269 MB
+    ],
+)
+def test_a_large_bias_is_not_copied(p: Problem, words: str) -> None:
+    assert any(words in reason for reason in objections.to_problem(p))
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -138,6 +138,7 @@ def test_whole_heads_in_one_pass_agree_with_float64(
     case = Case(
         name="resident",
         why="one pass over the keys of a head",
+        tags=frozenset(),
         batch=(3,),
         M=M,
         N=N,

@@ -114,6 +114,16 @@ _KEYS: list[Case] = [
     ),
 ]
 
+#: biases whose rows bulk copies cannot read: they are copied first where many share them
+_ROWS: list[Case] = [
+    _long("rows-odd-64", "a class token beside 16 x 16 patches", M=257, N=257, batch=(6,), biases=_SHARED),
+    _long("rows-odd-32", "the same, narrow", M=333, N=333, D=32, batch=(6,), biases=_SHARED),
+    _long("rows-odd-128", "the same, wide, causal", M=300, N=333, D=128, batch=(4,), causal=True, biases=_SHARED),
+    _long("rows-odd-axes", "two batch axes", N=301, D=32, batch=(2, 4), H=2, biases=(Bias(shape="B1HMN"),)),
+    _long("rows-odd-keys", "and a mask of keys", N=301, batch=(4,), biases=_SHARED, masks=_keys(), poison=True),
+    _long("rows-sliced", "a slice of a larger bias", batch=(4,), biases=(Bias(shape="1HMN", strides="sliced"),)),
+]
+
 #: heads wider than 128
 _WIDE: list[Case] = [
     _long("wide-256", "the widest, one tile of queries", M=128, N=192, D=256),
@@ -187,5 +197,6 @@ LONG: list[Case] = [
     _long("long-packed", "one packed gradient", M=264, layout="qkv", biases=(Bias(shape="BHMN"),)),
     _long("long-packed-kv", "one projection for k and v", H=4, Hkv=2, layout="kv", causal=True),
     *_KEYS,
+    *_ROWS,
     *_WIDE,
 ]

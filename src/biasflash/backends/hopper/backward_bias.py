@@ -307,7 +307,8 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, uni
                 col = col0 + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
                 line = (plane.to(gl.int64) * M + row) * N
                 inside = (row < M)[:, None] & (col < N)[None, :]
-                gl.store(partial_ptr + (line[:, None] + col[None, :]), acc[c], mask=inside)
+                to = partial_ptr + (line[:, None] + col[None, :])
+                gl.store(to, acc[c].to(partial_ptr.dtype.element_ty), mask=inside)
             else:
                 tile.slice(c * BLOCK_N, BLOCK_N, dim=1).store(acc[c].to(bias_tiles.dtype))
         if not SPLIT:
@@ -345,7 +346,7 @@ def dbias_kernel(
     dout in registers; 2 exponentials run under the product ``dout v'``. Keys in parts: 0 or 2. ROWS is 1.
 
     Items: tiles x owners x chunks, a chunk being ``chunk`` shared indices. Grid: any, items are taken in strides.
-    One chunk: writes dbias. SPLIT: float32 partial sums ``partial_ptr[chunk, owner, M, N]``. Both: float32
+    One chunk: writes dbias. SPLIT: sums of chunks ``partial_ptr[chunk, owner, M, N]``, in its dtype. Both: float32
     ``flag_ptr[programs, 2]``, 1.0 where sums of some item of a program must be computed some other way. Few flags: who
     comes after reads them all.
     """

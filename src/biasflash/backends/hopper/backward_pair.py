@@ -273,7 +273,8 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, scale, D_
                 col = w * HALF_N + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
                 line = (plane.to(gl.int64) * M + row) * N
                 inside = (row < M)[:, None] & (col < N)[None, :]
-                gl.store(partial_ptr + (line[:, None] + col[None, :]), acc[c], mask=inside)
+                to = partial_ptr + (line[:, None] + col[None, :])
+                gl.store(to, acc[c].to(partial_ptr.dtype.element_ty), mask=inside)
             else:
                 bias_slice(tiles, w, c, BLOCK_N, CHUNKS_N, BOX).store(acc[c].to(tiles.dtype))
         fence_async_shared()  # the tile was written here, by dbias or by -inf, and a copy is next
@@ -303,7 +304,7 @@ def dq_dbias_kernel(
     BLOCK_N CHUNKS_N and is a multiple of BLOCK_N; statistics [1, 64].
 
     Items: cdiv(M, 64) x owners x chunks, a chunk being ``chunk`` shared indices. Grid: any, items are taken in strides.
-    Writes dq, and dbias or (SPLIT) float32 partial sums ``partial_ptr[chunk, owner, M, N]``.
+    Writes dq, and dbias or (SPLIT) sums of chunks ``partial_ptr[chunk, owner, M, N]``, in its dtype.
     """
     BOX: gl.constexpr = k_desc.block_type.shape[3]
     BOXES: gl.constexpr = BLOCK_N * CHUNKS_N // BOX

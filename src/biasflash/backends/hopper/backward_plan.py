@@ -19,6 +19,7 @@ from biasflash.backends.hopper import (
     config_wide,
     objections,
 )
+from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
 from biasflash.backends.hopper.operands import (
     Box,
     Boxed,
@@ -34,6 +35,7 @@ from biasflash.backends.hopper.operands import (
     statistics,
     sums,
 )
+from biasflash.backends.triton import geometry
 from biasflash.backends.triton.backward_plan import BackwardPlan, Share
 from biasflash.backends.triton.operands import Device, Launch, Layout, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -51,7 +53,7 @@ class HopperBackward(BackwardPlan):
 
     def objections(self) -> list[str]:
         """Why the portable plan serves the call instead, if it does."""
-        found = objections.to_layout(self.ops)
+        found = objections.to_layout(self.ops, self._by_pointer)
         if found:
             return found
         if self.by_structure["columns"]:
@@ -97,13 +99,25 @@ class HopperBackward(BackwardPlan):
         return None
 
     @cached_property
+    def _by_pointer(self) -> tuple[str, ...]:
+        """Gradients of shared biases whose rows are not in steps of 16 bytes: their owners write element by element."""
+        p, found = self.problem, []
+        for name in (f"grad{i}" for i in self.owned):
+            view = self.ops.views[name]
+            sizes = [n if s else 1 for n, s in zip((*self.ops.sizes, p.Hq), view.strides[:-2], strict=True)]
+            if view.vec != 8 and list(view.strides) == geometry.contiguous_strides([*sizes, p.M, p.N]):
+                found.append(name)
+        return tuple(found)
+
+    @cached_property
     def _mask(self) -> KeyMask | None:
         return key_mask(self.ops)
 
     def _launches(self) -> Iterator[Launch]:
-        if self._mask is not None:
-            self.scratch |= self._mask.scratch()
-            yield self._mask.launch()
+        for prepared in (aligned_bias(self.ops), self._mask):
+            if prepared is not None:
+                self.scratch |= prepared.scratch()
+                yield prepared.launch()
         yield self._delta()
         if self._single is not None:
             yield from self._hopper_dqkv(self._single)
@@ -191,7 +205,7 @@ class HopperBackward(BackwardPlan):
             "v": boxed(ops, "v", tile.block, wide_v),
             "dq": boxed(ops, "dq", 64, wide),
         }
-        boxes["bias"] = boxed(ops, "bias0", 64, tile.block) if ops.has_dense else boxes["k"]
+        boxes["bias"] = bias_boxed(ops, 64, tile.block) if ops.has_dense else boxes["k"]
         items = triton.cdiv(p.M, 128) * p.batch_size // tile.rows * p.Hq
         given = self._given(boxes, tile, items, 64) | {"BLOCK_N": tile.block}
         return record(ops, backward.dq_kernel, given, tile)
@@ -208,7 +222,7 @@ class HopperBackward(BackwardPlan):
             "dk": boxed(ops, "dk", 64, wide),
             "dv": boxed(ops, "dv", 64, wide_v),
         }
-        boxes["bias"] = boxed(ops, "bias0", tile.block, 64) if ops.has_dense else boxes["q"]
+        boxes["bias"] = bias_boxed(ops, tile.block, 64) if ops.has_dense else boxes["q"]
         boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", tile.block, 64) if self.stored else boxes["bias"]
         items = triton.cdiv(p.N, 128) * p.batch_size // tile.rows * p.Hkv
         given = self._given(boxes, tile, items, tile.block)
@@ -249,7 +263,7 @@ class HopperBackward(BackwardPlan):
         wide, wide_v = config.padded(p.D), config.padded(p.Dv)
         widths = {"k": wide, "v": wide_v, "q": wide, "dout": wide_v, "dk": wide, "dv": wide_v, "dq": wide}
         boxes = {name: boxed(ops, name, 64, width) for name, width in widths.items()}
-        boxes["bias"] = boxed(ops, "bias0", 64, 64) if ops.has_dense else boxes["q"]
+        boxes["bias"] = bias_boxed(ops, 64, 64) if ops.has_dense else boxes["q"]
         boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", 64, 64) if self.stored else boxes["bias"]
         lines, programs_of_heads = p.batch_size * p.Hkv, min(p.batch_size * p.Hkv, ops.device.multiprocessors)
         items = lines if tile.resident else triton.cdiv(p.N, 128) * lines
@@ -332,21 +346,22 @@ class HopperBackward(BackwardPlan):
         """What the kernels that own tiles of bias ``i`` take by the same name; ``rows``: queries of one copy."""
         p, ops = self.problem, self.ops
         wide, wide_v = config.padded(p.D), config.padded(p.Dv)
+        by_pointer = f"grad{i}" in self._by_pointer
         boxes = {
             "q": boxed(ops, "q", rows, wide),
             "dout": boxed(ops, "dout", rows, wide_v),
             "k": boxed(ops, "k", keys, wide),
             "v": boxed(ops, "v", keys, wide_v),
-            "bias": boxed(ops, f"bias{i}", 64, columns),
+            "bias": bias_boxed(ops, 64, columns),
         }
         return {
             **self._common(boxes, items, rows),
             "caps_desc": self._caps(keys, boxes),
-            "dbias_desc": boxed(ops, f"grad{i}", 64, columns).box,
-            "partial_ptr": Slot(f"partial{i}" if part.chunks > 1 else "delta"),
+            "dbias_desc": boxes["bias"].box if by_pointer else boxed(ops, f"grad{i}", 64, columns).box,
+            "partial_ptr": Slot(f"partial{i}" if part.chunks > 1 else f"grad{i}" if by_pointer else "delta"),
             **{"owners": part.owners, "shared": part.shared, "chunk": part.chunk},
             "OWNS": (False,) * (3 - len(part.owns)) + part.owns,
-            "SPLIT": part.chunks > 1,
+            "SPLIT": part.chunks > 1 or by_pointer,
         }
 
 

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from biasflash.backends.hopper import config, forward, forward_shared, objections
+from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
 from biasflash.backends.hopper.operands import (
     DescriptorLaunch,
     arguments_of,
@@ -42,10 +43,10 @@ def forward_recipe(
         return portable.forward_recipe(problem, device, rows, terms), [split.why]
     launches: list[Launch] = [_launch(ops, tile)]
     scratch: dict[str, int] = {}
-    mask = key_mask(ops)
-    if mask is not None:
-        launches.insert(0, mask.launch())
-        scratch |= mask.scratch()
+    for prepared in (key_mask(ops), aligned_bias(ops)):
+        if prepared is not None:
+            launches.insert(0, prepared.launch())
+            scratch |= prepared.scratch()
     if isinstance(tile, config.SharedTile) and tile.fixed:
         flags = 2 * triton.cdiv(problem.M, tile.block_m)
         launches.append(portable.redo(ops, flags))
@@ -74,7 +75,7 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         "v": boxed(ops, "v", tile.block_n, wide_v),
         "out": boxed(ops, "out", 64, wide_v),
     }
-    boxes["bias"] = boxed(ops, "bias0", 64, tile.block_n) if ops.has_dense else boxes["k"]
+    boxes["bias"] = bias_boxed(ops, 64, tile.block_n) if ops.has_dense else boxes["k"]
     mask = key_mask(ops)
     at_once = tile.rows if isinstance(tile, config.SharedTile) else 1
     items = triton.cdiv(p.M, tile.block_m) * (p.batch_size // at_once) * p.Hq

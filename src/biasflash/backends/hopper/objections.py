@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from biasflash.backends.hopper.aligned import aligned_bias, may_copy
 from biasflash.backends.triton.operands import Operands
 from biasflash.problem import Problem, short
 
@@ -47,18 +50,23 @@ def to_problem(problem: Problem) -> list[str]:
             found.append(f"a bias of shape {t.shape}; its kernels take one that varies along queries and keys")
         if t.dtype != p.dtype:
             found.append(f"a {short(t.dtype)} bias beside {short(p.dtype)} queries; its kernels take equal dtypes")
-        if p.N % 8:
-            found.append(f"{p.N} keys; bulk copies of a bias need a multiple of 8")
+        if p.N % 8 and not may_copy(p, t):
+            found.append(f"{p.N} keys; bulk copies of a bias need a multiple of 8, and a copy of it would be large")
     if not dense and p.scale <= 0:
         found.append(f"scale {p.scale} without a bias; its kernels take positive ones")
     return found
 
 
-def to_layout(ops: Operands) -> list[str]:
-    """Objections that strides and addresses raise: bulk copies move whole 16 bytes."""
+def to_layout(ops: Operands, by_pointer: Collection[str] = ()) -> list[str]:
+    """Objections that strides and addresses raise: bulk copies move whole 16 bytes.
+
+    Masks, biases that have an aligned copy and the tensors named in ``by_pointer`` are read or written some other way.
+    """
     p = ops.problem
-    masks = {f"bias{i}" for i, t in enumerate(p.terms) if t.kind == "keep"}
-    copied = {name: view for name, view in ops.views.items() if name not in masks}
+    others = {f"bias{i}" for i, t in enumerate(p.terms) if t.kind == "keep"} | set(by_pointer)
+    if aligned_bias(ops) is not None:
+        others.add("bias0")
+    copied = {name: view for name, view in ops.views.items() if name not in others}
     found = [
         f"{name} of strides {view.strides} or its address is not in steps of 16 bytes"
         for name, view in copied.items()

@@ -72,6 +72,8 @@ class Box:
         shape, strides = self._lists
         if isinstance(base, int):
             return _Located(base, shape, strides)
+        if base.dtype != self.dtype:  # scratch is float32
+            base = base.view(self.dtype)
         return TensorDescriptor(base, shape, strides, list(self.block), self._layout)
 
 
@@ -93,7 +95,7 @@ def batch_of(ops: Operands) -> tuple[int, int]:
 
 
 def items_share_bias(ops: Operands, count: int) -> bool:
-    """Whether ``count`` neighbours along the last batch axis can stand around one tile of the bias: it is theirs all."""
+    """Whether ``count`` neighbours along the last batch axis can stand around one tile of a bias that does not vary."""
     p = ops.problem
     return ops.has_dense and p.Hq == p.Hkv and ops.sizes[-1] % count == 0 and ops.term_views[0].strides[-4] == 0
 
