@@ -64,17 +64,11 @@ def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     return config.forward_tile(p.D, p.Dv, ops.has_dense, p.causal_shift is not None)
 
 
-def _columns(p: Problem, pieces: int) -> tuple[int, int, int]:
-    """Columns of a block of queries and keys, of values and of the output."""
-    if pieces == 1:
-        return config.padded(p.D), config.padded(p.Dv), config.padded(p.Dv)
-    return 64, max(64, config.padded(p.Dv)), 64
-
-
 def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> DescriptorLaunch:
     p = ops.problem
-    pieces = 1 if isinstance(tile, config.SharedTile) else tile.pieces
-    wide, wide_v, wide_out = _columns(p, pieces)
+    pieces, out_pieces = (1, 1) if isinstance(tile, config.SharedTile) else (tile.pieces, tile.out_pieces)
+    wide, wide_v = 64 if pieces > 1 else config.padded(p.D), config.padded(p.Dv)
+    wide_out = wide_v // out_pieces
     boxes = {
         "q": boxed(ops, "q", 64, wide),
         "k": boxed(ops, "k", tile.block_n, wide),
@@ -107,5 +101,5 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         kernel = forward.forward_kernel
         given |= {"WARPGROUPS": groups, "ODD_N": p.N % tile.block_n != 0, "PIECES": pieces}
         given |= {"D_BLOCK": wide, "DV_BLOCK": wide_v, "PINNED": tile.pinned or mask is not None}
-        given |= {"OUT_APART": tile.out_apart or (pieces == 1 and wide != wide_v)}
+        given |= {"OUT_APART": tile.out_apart or wide_out != wide}
     return record(ops, kernel, given, tile)
