@@ -274,12 +274,12 @@ def forward_kernel(
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, with lse ``[batch, heads, M]``.
 
     Grid: up to ``items`` = cdiv(M, 64 WARPGROUPS) * batch * heads persistent programs. Blocks: q ``[64, D_BLOCK]``,
-    k ``[BLOCK_N, D_BLOCK]``, PIECES of each in a row, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out
+    k ``[BLOCK_N, D_BLOCK]``, PIECES of each side by side, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out
     ``[64, DV_BLOCK]`` or half of these columns. OUT_APART: the output has shared memory of its own, a block for each
-    warpgroup, else it takes the queries' place (blocks as theirs). KEEP_LOW: ``low_ptr``
-    gets what lse's rounding lost. LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the
-    product (needs two KV_STAGES). HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``.
-    ``*_moves``: see ``pipeline.at``.
+    warpgroup, else it takes the queries' place (blocks as theirs). KEEP_LOW: ``low_ptr`` gets what lse's rounding lost.
+    LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the product (needs two KV_STAGES).
+    HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``. ``*_moves``: see
+    ``pipeline.at``.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL,
                               ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
