@@ -146,6 +146,9 @@ ASKED = [
     Asked("causal d128, keys and values alone", problem(D=128, causal=True, trained=(False, True, True)), ("dkdv",)),
     Asked("shared bias d128", problem(D=128, biases=SHARED), ("dkdv", "dq", "dbias")),
     Asked("latent d192 dv128", problem(D=192, Dv=128, causal=True), ("forward", "wide_dkdv", "wide_dq")),
+    Asked("latent half precision d192 dv128, odd length", problem(D=192, Dv=128, N=1000, Hkv=2, dtype=F16),
+          ("forward",)),
+    Asked("plain d192", problem(D=192), ("forward",)),
     Asked("full bias d256", problem(D=256, biases=FULL), ("forward",)),
     Asked("keys d64", problem(masks=KEYS), ("dkdv", "dq")),
     Asked("keys, causal d64", problem(masks=KEYS, causal=True), ("dkdv", "dq")),
@@ -163,6 +166,8 @@ ASKED = [
     Asked("masked d64", problem(masks=KEYS), ("forward",)),
     Asked("masked causal d64", problem(masks=KEYS, causal=True), ("forward",)),
     Asked("masked d128", problem(D=128, masks=KEYS), ("forward",)),
+    Asked("masked latent d192 dv128", problem(D=192, Dv=128, masks=KEYS), ("forward",)),
+    Asked("masked latent d192 dv128, causal", problem(D=192, Dv=128, masks=KEYS, causal=True), ("forward",)),
     Asked("masked d256", problem(D=256, masks=KEYS), ("forward",)),
     Asked("masked, full bias d64", problem(biases=FULL, masks=KEYS), ("forward",)),
     Asked("masked, shared bias d32", problem(D=32, biases=SHARED, masks=KEYS), ("shared_forward",)),
@@ -725,9 +730,31 @@ def test_wide_heads_have_kernels_of_their_own(D: int, Dv: int, columns: tuple[in
         assert has["PIECES_1"] % has["GROUP_1"] == has["PIECES_2"] % has["GROUP_2"] == 0
 
 
+@pytest.mark.parametrize(
+    ("D", "Dv", "blocks"),
+    [
+        (128, 128, ((64, 128), (128, 128), (128, 128), (64, 128))),
+        (64, 128, ((64, 64), (128, 64), (128, 128), (64, 128))),
+        (192, 128, ((64, 64), (128, 64), (128, 128), (64, 64))),
+        (136, 32, ((64, 64), (128, 64), (128, 32), (64, 16))),
+        (192, 192, ((64, 64), (64, 64), (64, 256), (64, 128))),
+        (128, 192, ((64, 128), (64, 128), (64, 256), (64, 256))),
+        (256, 128, ((64, 256), (64, 256), (64, 128), (64, 128))),
+    ],
+)
+def test_blocks_of_a_forward_pass(D: int, Dv: int, blocks: tuple[tuple[int, int], ...]) -> None:
+    """Of q, k, v and out; 192 columns of q and k are three blocks side by side."""
+    has = own(planned(problem(M=1000, N=1090, D=D, Dv=Dv, Hkv=2))[0]["forward"], "forward").arguments
+    assert tuple(has[f"{name}_desc"].block[3:] for name in ("q", "k", "v", "out")) == blocks
+    assert (has["D_BLOCK"], has["DV_BLOCK"]) == (blocks[0][1], blocks[2][1])
+    assert has["D_BLOCK"] * has["PIECES"] >= D
+    assert has["OUT_APART"] or blocks[0] == blocks[3], "the output does not fit in the queries' place"
+
+
 def test_every_tile_of_the_tables_can_be_chosen() -> None:
     widths, flags = range(1, 257), (False, True)
-    forward = {config.forward_tile(w, *x) for w in widths for x in product(flags, repeat=2)}
+    pairs = product(widths, (32, 128, 192, 256))
+    forward = {config.forward_tile(*pair, *x) for pair in pairs for x in product(flags, repeat=2)}
     assert forward - {None} == set(config.FORWARD)
     assert {config.shared_tile(w, *x) for w in widths for x in product(flags, repeat=2)} - {None} == set(config.SHARED)
     assert {config.pair_tile(w, n) for w in widths for n in range(64, 1025, 64)} - {None} == set(config.PAIR)

@@ -7,13 +7,18 @@ are medians on an H200 (bf16, Triton 3.6).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTile:
-    """A program of the forward kernel: ``64 * warpgroups`` queries, keys in tiles of ``block_n``."""
+    """A program of the forward kernel: ``64 * warpgroups`` queries, keys in tiles of ``block_n``.
 
-    width: int  # the widest of D and Dv that it serves
+    ``pieces`` of 64 columns make up queries and keys where there are several: tensor sides are powers of two. The
+    output goes out in ``out_pieces`` parts of its columns, one after the other through one place if ``out_apart``.
+    """
+
+    width: int  # the widest D that it serves
     has_bias: bool
     warpgroups: int
     block_n: int
@@ -23,6 +28,9 @@ class ForwardTile:
     is_causal: bool | None = None  # only for these; None: for all
     out_apart: bool = False
     pinned: bool = True
+    pieces: int = 1
+    out_pieces: int = 1
+    width_v: int = 0  # the widest Dv; 0: as D
 
     @property
     def block_m(self) -> int:
@@ -146,7 +154,7 @@ class PairTile:
 
 
 def _forward(
-    width: int, has_bias: bool, warpgroups: int, block_n: int, kv: int, bias: int, why: str, **more: bool
+    width: int, has_bias: bool, warpgroups: int, block_n: int, kv: int, bias: int, why: str, **more: Any
 ) -> ForwardTile:
     return ForwardTile(
         width=width,
@@ -244,6 +252,8 @@ FORWARD: tuple[ForwardTile, ...] = (
     _forward(64, True, 2, 128, 2, 3, "full bias 2k: 0.221 ms, three warpgroups take 0.237"),
     _forward(128, False, 2, 128, 2, 1, "2 x 16 heads of 4k: 0.399 ms", out_apart=True),
     _forward(128, True, 2, 128, 2, 2, "full bias 4k: 0.262 ms"),
+    _forward(192, False, 2, 128, 2, 1, "224 KB", width_v=128, pieces=3, out_apart=True, out_pieces=2),
+    _forward(192, False, 2, 64, 2, 1, "values are padded", pieces=3, out_apart=True, out_pieces=2, pinned=False),
     _forward(256, False, 2, 64, 2, 1, "2 x 16 heads of 4k, D 256: 0.761 ms, pinned 0.793", pinned=False),
     _forward(256, True, 2, 64, 2, 2, "230 KB"),
 )
@@ -349,9 +359,10 @@ def padded(width: int) -> int:
     return next(w for w in (32, 64, 128, 256) if width <= w)
 
 
-def forward_tile(width: int, has_bias: bool, is_causal: bool) -> ForwardTile | None:
+def forward_tile(width: int, width_v: int, has_bias: bool, is_causal: bool) -> ForwardTile | None:
     for tile in FORWARD:
-        if width <= tile.width and tile.has_bias == has_bias and tile.is_causal in (None, is_causal):
+        fits = 64 * (tile.pieces - 1) < width <= tile.width and width_v <= (tile.width_v or tile.width)
+        if fits and tile.has_bias == has_bias and tile.is_causal in (None, is_causal):
             return tile
     return None
 

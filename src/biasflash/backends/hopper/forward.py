@@ -40,7 +40,8 @@ from biasflash.tile.softmax import LOG2E
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "BLOCK_M", "SCORES", "OUT", "SUMS",
+    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "BLOCK_M", "SCORES",
+    "OUT", "SUMS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -53,11 +54,14 @@ def form(*parameters: Any) -> Any:
 
 
 @jit
-def score(q, k_tiles, u, FORM: gl.constexpr):
-    """Start the product of the queries and the ``u``-th key tile."""
-    k = k_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N, FORM.D_BLOCK]).permute((1, 0))
-    nothing = gl.zeros([ROWS, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES)
-    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+def score(w: gl.constexpr, q_tiles, k_tiles, u, FORM: gl.constexpr):
+    """Start the product of the warpgroup's queries and the ``u``-th key tile: PIECES products, one sum."""
+    s = gl.zeros([ROWS, FORM.BLOCK_N], gl.float32, layout=FORM.SCORES)
+    for c in gl.static_range(FORM.PIECES):
+        q = q_tiles.index(w * FORM.PIECES + c).reshape([ROWS, FORM.D_BLOCK])
+        k = k_tiles.index(u % FORM.KV_STAGES * FORM.PIECES + c).reshape([FORM.BLOCK_N, FORM.D_BLOCK])
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
 
 
 @jit
@@ -102,8 +106,9 @@ def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.cons
 
 @jit
 def step(
-    w: gl.constexpr, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask, FORM: gl.constexpr
-):
+    w: gl.constexpr, q_tiles, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask,
+    FORM: gl.constexpr,
+):  # fmt: skip
     """Scores of tile ``u``, and the sum over tile ``u - 1`` under whose product their softmax runs.
 
     CAUSAL: tiles before ``full`` need a mask. That is a branch and not a loop of its own: between two loops weights of
@@ -116,7 +121,7 @@ def step(
     EARLY: gl.constexpr = FORM.WARPGROUPS == 2  # a bias tile in registers before the scores are: not with 160 of them
     if not FORM.PINNED:
         ring.wait_full(k_full, u, FORM.KV_STAGES)
-    s = score(q, k_tiles, u, FORM)
+    s = score(w, q_tiles, k_tiles, u, FORM)
     ring.wait_full(v_full, u - 1, FORM.KV_STAGES)
     o = add_values(p, v_tiles, u - 1, o, FORM)
     if FORM.HAS_BIAS and EARLY:
@@ -134,7 +139,7 @@ def step(
     if FORM.IS_CAUSAL:  # noqa: SIM102
         if u < full:
             s = hide(s, limit, (end - 1 - u) * FORM.BLOCK_N, FORM)
-    weights, m, l, alpha = weigh(s, m, l, unit, q.dtype, FORM.IS_CAUSAL or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
+    weights, m, l, alpha = weigh(s, m, l, unit, k_tiles.dtype, FORM.IS_CAUSAL or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
     if FORM.PINNED:
         # The assembler lifts the wait for the product above the exponentials where both sit in one basic block. The
         # wait for the next keys is due anyway; here its loop ends the block.
@@ -142,6 +147,25 @@ def step(
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     ring.hand_back(v_empty, u - 1, FORM.KV_STAGES)
     return o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, FORM.OUT)), 1), weights, m, l
+
+
+@jit
+def store_out(w: gl.constexpr, o, out_parts, b, inner, h, start, FORM: gl.constexpr):
+    """Write the warpgroup's rows, in OUT_PIECES of their columns: through one place of their own, or the queries'."""
+    out_desc, out_moves, out_tiles = out_parts
+    COLUMNS: gl.constexpr = FORM.DV_BLOCK // FORM.OUT_PIECES
+    parts = (o,)
+    if FORM.OUT_PIECES == 2:
+        parts = gl.split(gl.permute(gl.reshape(o, [ROWS, 2, COLUMNS]), (0, 2, 1)))
+    for c in gl.static_range(FORM.OUT_PIECES):
+        if FORM.OUT_APART:
+            store_wait(0)  # of the piece before
+            place = out_tiles.index(w)
+        else:
+            place = out_tiles.index(w * FORM.PIECES + c)
+        place.reshape([ROWS, COLUMNS]).store(parts[c].to(out_tiles.dtype))
+        fence_async_shared()
+        tma_store(out_desc, ring.at(b // inner, b % inner, h, start, c * COLUMNS, out_moves), place)
 
 
 @jit
@@ -153,11 +177,9 @@ def attend(
     ROW: gl.constexpr = gl.SliceLayout(1, FORM.SCORES)
     HIDES: gl.constexpr = FORM.IS_CAUSAL or (FORM.ODD_N and not FORM.HAS_KEEP)  # caps end with the keys
     q_tiles, q_full, q_empty, _desc, _moves = q_parts
-    out_desc, out_moves, out_tiles = out_parts
     k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
     k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed = rings
     M, N, heads, batch, shift = extent
-    q = q_tiles.index(w).reshape([ROWS, FORM.D_BLOCK])
     unit = gl.full([ROWS], LOG2E if FORM.HAS_BIAS else scale * LOG2E, gl.float32, layout=ROW)
     dealt = deal(items, extent, FORM)
     lot, turn, done, base = first_lot(FORM), 0, 0, 0
@@ -193,7 +215,7 @@ def attend(
 
         mbarrier.wait(q_full.index(w), done & 1)
         ring.wait_full(k_full, first, FORM.KV_STAGES)
-        s = score(q, k_tiles, first, FORM)
+        s = score(w, q_tiles, k_tiles, first, FORM)
         s = warpgroup_mma_wait(0, deps=(s,))
         if not FORM.HAS_KEEP:
             ring.hand_back(k_empty, first, FORM.KV_STAGES)
@@ -207,14 +229,16 @@ def attend(
             s = hide(s, limit, (end - 1 - first) * FORM.BLOCK_N, FORM)
         m = gl.full([ROWS], NEG_INF, gl.float32, layout=ROW)
         l = gl.zeros([ROWS, 8], gl.float32, layout=FORM.SUMS)
-        p, m, l, _alpha = weigh(s, m, l, unit, q.dtype, HIDES or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
+        p, m, l, _alpha = weigh(s, m, l, unit, k_tiles.dtype, HIDES or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
         o = gl.zeros([ROWS, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT)
         ring.wait_full_if(k_full, first + 1, first + 1 < end, FORM.KV_STAGES)
         full = first + 1
         if FORM.IS_CAUSAL:
             full = first + gl.minimum(gl.maximum(masked, 1), end - first)
         for u in range(first + 1, end):
-            o, p, m, l = step(w, q, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask, FORM)
+            o, p, m, l = step(
+                w, q_tiles, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask, FORM
+            )
 
         if FORM.OUT_APART:
             mbarrier.arrive(q_empty.index(w), count=1)
@@ -225,11 +249,7 @@ def attend(
         o, p = warpgroup_mma_wait(0, deps=(o, p))
         ring.hand_back(v_empty, end - 1, FORM.KV_STAGES)
         o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, FORM.OUT)), 1)
-        if FORM.OUT_APART:
-            store_wait(0)  # of the item before
-        out_tiles.index(w).reshape([ROWS, FORM.DV_BLOCK]).store(o.to(q.dtype))
-        fence_async_shared()
-        tma_store(out_desc, ring.at(b // inner, b % inner, h, start, 0, out_moves), out_tiles.index(w))
+        store_out(w, o, out_parts, b, inner, h, start, FORM)
         if not FORM.OUT_APART:  # the queries' place, free once the copy has read it
             store_wait(0)
             mbarrier.arrive(q_empty.index(w), count=1)
@@ -249,24 +269,28 @@ def forward_kernel(
     KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
     HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    OUT_APART: gl.constexpr, PINNED: gl.constexpr,
+    OUT_APART: gl.constexpr, PINNED: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, with lse ``[batch, heads, M]``.
 
     Grid: up to ``items`` = cdiv(M, 64 WARPGROUPS) * batch * heads persistent programs. Blocks: q ``[64, D_BLOCK]``,
-    k ``[BLOCK_N, D_BLOCK]``, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out ``[64, DV_BLOCK]``. OUT_APART: the
-    output has shared memory of its own, else it takes the queries' place (equal blocks only). KEEP_LOW: ``low_ptr``
-    gets what lse's rounding lost. LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the
-    product (needs two KV_STAGES). HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``.
-    ``*_moves``: see ``pipeline.at``.
+    k ``[BLOCK_N, D_BLOCK]``, PIECES of each side by side, v ``[BLOCK_N, DV_BLOCK]``, bias ``[64, BLOCK_N]``, out
+    ``[64, DV_BLOCK]`` or half of these columns. OUT_APART: the output has shared memory of its own, a block for each
+    warpgroup, else it takes the queries' place (blocks as theirs). KEEP_LOW: ``low_ptr`` gets what lse's rounding lost.
+    LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the product (needs two KV_STAGES).
+    HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``. ``*_moves``: see
+    ``pipeline.at``.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL,
-                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP)  # fmt: skip
-    gl.static_assert(OUT_APART or D_BLOCK == DV_BLOCK, "the output does not fit in the queries' place")
+                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
+                              DV_BLOCK // out_desc.block_type.shape[4])  # fmt: skip
+    gl.static_assert(FORM.OUT_PIECES <= 2, "the output is halved once")
+    IN_PLACE: gl.constexpr = FORM.OUT_PIECES <= PIECES and FORM.OUT_PIECES * D_BLOCK == DV_BLOCK
+    gl.static_assert(OUT_APART or IN_PLACE, "the output does not fit in the queries' place")
     gl.static_assert(HAS_BIAS or not LOW_RANGE, "only a bias is that low")
     gl.static_assert(KV_STAGES > 1 or not PINNED, "waiting early for the next keys needs a second slot")
-    q_tiles = slots(q_desc, WARPGROUPS)
-    k_tiles = slots(k_desc, KV_STAGES)
+    q_tiles = slots(q_desc, WARPGROUPS * PIECES)
+    k_tiles = slots(k_desc, KV_STAGES * PIECES)
     v_tiles = slots(v_desc, KV_STAGES)
     out_tiles = slots(out_desc, WARPGROUPS) if OUT_APART else q_tiles
     q_full, q_empty = ring.ring_barriers(WARPGROUPS), ring.ring_barriers(WARPGROUPS)

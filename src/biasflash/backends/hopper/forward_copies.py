@@ -10,6 +10,14 @@ ROWS = gl.constexpr(64)  # of one warpgroup
 
 
 @jit
+def copy_pieces(desc, b0, b1, head, row, moves, barrier, tiles, slot, FORM: gl.constexpr):
+    """Copy PIECES blocks that lie side by side, from ``row`` on: queries or keys."""
+    for c in gl.static_range(FORM.PIECES):
+        to = ring.at(b0, b1, head, row, c * FORM.D_BLOCK, moves)
+        tma_load(desc, to, barrier, tiles.index(slot * FORM.PIECES + c))
+
+
+@jit
 def copy_values(slot, to, v_desc, v_tiles, barrier):
     """Copy a tile of values; the barrier completes with it."""
     mbarrier.expect(barrier, v_desc.block_type.nbytes)
@@ -50,11 +58,11 @@ def load_keys(u, i, blanks, tiles, spot, descs, moves, buffers, rings, mask, FOR
     slot = u % FORM.KV_STAGES
     ring.wait_empty(k_empty, u, FORM.KV_STAGES)
     if FORM.HAS_KEEP:
-        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes + caps_desc.block_type.nbytes)
+        mbarrier.expect(k_full.index(slot), FORM.PIECES * k_desc.block_type.nbytes + caps_desc.block_type.nbytes)
         tma_load(caps_desc, [line_of(b0, b1, mask), column], k_full.index(slot), caps_tiles.index(slot))
     else:
-        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-    tma_load(k_desc, ring.at(b0, b1, kv_head, column, 0, k_moves), k_full.index(slot), k_tiles.index(slot))
+        mbarrier.expect(k_full.index(slot), FORM.PIECES * k_desc.block_type.nbytes)
+    copy_pieces(k_desc, b0, b1, kv_head, column, k_moves, k_full.index(slot), k_tiles, slot, FORM)
     if FORM.HAS_BIAS:
         stage = u % FORM.BIAS_STAGES
         ring.wait_empty(bias_empty, u, FORM.BIAS_STAGES)
@@ -84,9 +92,9 @@ def copy_tiles(q_parts, descs, moves, buffers, rings, extent, items, inner, grou
         blanks = load_keys(base, 0, blanks, tiles, spot, descs, moves, buffers, rings, mask, FORM)
         for w in gl.static_range(FORM.WARPGROUPS):  # after the first keys: queries are handed back last of all
             mbarrier.wait(q_empty.index(w), (done & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-            to = ring.at(b // inner, b % inner, h, row + w * ROWS, 0, q_moves)
-            tma_load(q_desc, to, q_full.index(w), q_tiles.index(w))
+            mbarrier.expect(q_full.index(w), FORM.PIECES * q_desc.block_type.nbytes)
+            own_row = row + w * ROWS
+            copy_pieces(q_desc, b // inner, b % inner, h, own_row, q_moves, q_full.index(w), q_tiles, w, FORM)
         for i in range(1, tiles):
             blanks = load_keys(base + i, i, blanks, tiles, spot, descs, moves, buffers, rings, mask, FORM)
         base += tiles

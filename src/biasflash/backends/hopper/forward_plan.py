@@ -56,24 +56,25 @@ def forward_recipe(
 
 def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     p = ops.problem
-    width = max(p.D, p.Dv)
     if p.Dv == p.D:
         # causal tiles of 128 keys have no registers left for what hides keys
         in_long_tiles = p.causal_shift is not None and key_mask(ops) is None
-        shared = config.shared_tile(width, p.dtype == torch.bfloat16, in_long_tiles)
+        shared = config.shared_tile(p.D, p.dtype == torch.bfloat16, in_long_tiles)
         if shared is not None and items_share_bias(ops, shared.rows):
             return shared
-    return config.forward_tile(width, ops.has_dense, p.causal_shift is not None)
+    return config.forward_tile(p.D, p.Dv, ops.has_dense, p.causal_shift is not None)
 
 
 def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> DescriptorLaunch:
     p = ops.problem
-    wide, wide_v = config.padded(p.D), config.padded(p.Dv)
+    pieces, out_pieces = (1, 1) if isinstance(tile, config.SharedTile) else (tile.pieces, tile.out_pieces)
+    wide, wide_v = 64 if pieces > 1 else config.padded(p.D), config.padded(p.Dv)
+    wide_out = wide_v // out_pieces
     boxes = {
         "q": boxed(ops, "q", 64, wide),
         "k": boxed(ops, "k", tile.block_n, wide),
         "v": boxed(ops, "v", tile.block_n, wide_v),
-        "out": boxed(ops, "out", 64, wide_v),
+        "out": boxed(ops, "out", 64, wide_out),
     }
     boxes["bias"] = bias_boxed(ops, 64, tile.block_n) if ops.has_dense else boxes["k"]
     mask = key_mask(ops)
@@ -99,6 +100,7 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         given |= {"FIXED": tile.fixed, "flag_ptr": Slot("redo" if tile.fixed else "lse")}
     else:
         kernel = forward.forward_kernel
-        given |= {"WARPGROUPS": groups, "ODD_N": p.N % tile.block_n != 0}
-        given |= {"OUT_APART": tile.out_apart or wide != wide_v, "PINNED": tile.pinned or mask is not None}
+        given |= {"WARPGROUPS": groups, "ODD_N": p.N % tile.block_n != 0, "PIECES": pieces}
+        given |= {"D_BLOCK": wide, "DV_BLOCK": wide_v, "PINNED": tile.pinned or mask is not None}
+        given |= {"OUT_APART": tile.out_apart or wide_out != wide}
     return record(ops, kernel, given, tile)
