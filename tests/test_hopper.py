@@ -180,6 +180,8 @@ ASKED = [
 ]  # fmt: skip
 #: bytes of stack a thread: addresses and counters that are kept outside of the main loops
 STACK = 128
+#: and what the copying warp needs, of 24 registers, to blank hidden keys
+BLANKING = 32
 
 
 def identity(launched: DescriptorLaunch) -> tuple[object, ...]:
@@ -204,7 +206,7 @@ def compiled_cases() -> Iterator[object]:
 SPILLS = {
     ("dq_dbias_kernel", 8, False): 12,  # 512 x 4 heads of 512: 0.483 ms, without spills 0.524
     ("dqkv_kernel", 1, False): 6,  # 2 x 16 heads of 4k, D 128: 1.44 ms, two kernels without take 1.47
-    ("dq_kernel", 1, True): 2,  # a mask of keys, two items x 128 x 128: one word of 1168 instructions
+    ("dq_kernel", 1, True): 4,  # a mask of keys, two items x 128 x 128: two words of 1170 instructions
 }
 
 
@@ -234,7 +236,7 @@ def complaints(launched: DescriptorLaunch, compiled: Compiled) -> list[str]:
     found = []
     if compiled.shared > H200.shared_memory:
         found.append(f"{compiled.shared} bytes of shared memory, the GPU has {H200.shared_memory}")
-    stack = STACK + 8 * spills_allowed(launched)
+    stack = STACK + 8 * spills_allowed(launched) + (BLANKING if launched.arguments.get("HAS_KEEP") else 0)
     if compiled.resources["STACK"] > stack:
         found.append(f"{compiled.resources['STACK']} bytes of stack a thread, at most {stack}")
     unordered = "HMMA|RED|ATOMG?" if launched.kernel.__name__ == "dqkv_kernel" else "HMMA|RED|ATOMG?|UTMAREDG"

@@ -73,16 +73,12 @@ def blank_hidden(tile, line, column, mask, BLOCK: gl.constexpr, WIDTH: gl.conste
     COLUMNS: gl.constexpr = 64 if WIDTH > 64 else WIDTH  # the copying warp has 24 registers
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [1, 1], [1, 0])
     caps_ptr += line.to(gl.int64) * pitch + column + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-    caps = gl.load(caps_ptr)
     for i in gl.static_range(BLOCK // ROWS):
-        if i + 1 < BLOCK // ROWS:
-            caps_next = gl.load(caps_ptr + (i + 1) * ROWS)
+        seen = gl.load(caps_ptr + i * ROWS)[:, None]
         for c in gl.static_range(WIDTH // COLUMNS):
             piece = tile.slice(i * ROWS, ROWS, dim=0).slice(c * COLUMNS, COLUMNS, dim=1)
             x = piece.load(L)
-            piece.store(cleared(x, gl.broadcast(caps[:, None], x)[0]))
-        if i + 1 < BLOCK // ROWS:
-            caps = caps_next
+            piece.store(cleared(x, gl.broadcast(seen, x)[0]))
     fence_async_shared()
 
 
