@@ -60,14 +60,11 @@ def copy_for_keys(descs, moves, row_descs, own, met, rows, numbers, FORM: gl.con
         copy_queries(descs, moves, row_descs, met, rows, use, b, inner, heads, head, start, FORM)
         copy_tile(descs[0], moves[0], b, inner, h, own_row, own[0], item, (), FORM.OWN_1, FORM)
         copy_tile(descs[1], moves[1], b, inner, h, own_row, own[1], item, (), FORM.OWN_2, FORM)
-        use += 1
-        first = 1
-        for member in range(group):
-            for j in range(first, tiles):
-                row = start + j * ROWS
-                copy_queries(descs, moves, row_descs, met, rows, use, b, inner, heads, head + member, row, FORM)
-                use += 1
-            first = 0
+        for i in range(1, tiles * group):
+            member = i // tiles
+            row = start + (i - member * tiles) * ROWS
+            copy_queries(descs, moves, row_descs, met, rows, use + i, b, inner, heads, head + member, row, FORM)
+        use += tiles * group
         item += 1
         lot, turn = following(lot, turn, dealt, extent, FORM)
 
