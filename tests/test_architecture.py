@@ -280,3 +280,52 @@ def test_every_backend_keeps_the_whole_contract() -> None:
         assert isinstance(backend.PROMISES, Promises), name
         for member in ("objections", "reservations", "describe", "forward", "backward"):
             assert callable(getattr(backend, member)), f"{name}.{member}"
+
+
+# ---------------------------------------------------------------------------------------------------------- jit code
+
+
+JIT_FILES = [p for p in FILES if re.search(r"^@(triton\.)?jit", p.read_text(encoding="utf-8"), re.MULTILINE)]
+
+
+def constants_that_a_loop_forgets(source: str) -> list[str]:
+    """Names that a loop of the device reads before it sets them to a constant, as the code before the loop did.
+
+    Triton 3.6 does not carry such a name round the loop: every round reads the first constant. (Loops over
+    ``static_range`` are unrolled, and carry everything.)
+    """
+    found = []
+    for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
+        for loop in (node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)):
+            if isinstance(loop, ast.For) and "static_range" in ast.unparse(loop.iter):
+                continue
+            inside = [node for statement in loop.body for node in ast.walk(statement)]
+            for node in inside:
+                if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
+                    continue
+                for target in (t for t in node.targets if isinstance(t, ast.Name)):
+                    reads = [
+                        x.lineno
+                        for x in inside
+                        if isinstance(x, ast.Name) and x.id == target.id and isinstance(x.ctx, ast.Load)
+                    ]
+                    sets = [
+                        x.lineno
+                        for x in inside
+                        if isinstance(x, ast.Name) and x.id == target.id and isinstance(x.ctx, ast.Store)
+                    ]
+                    if reads and min(reads) <= min(sets):
+                        found.append(f"{function.name}: {target.id}")
+    return found
+
+
+@pytest.mark.parametrize("path", JIT_FILES, ids=relative)
+def test_no_loop_sets_a_carried_name_to_a_constant(path: Path) -> None:
+    assert constants_that_a_loop_forgets(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_forgotten_constant_is_found() -> None:
+    lines = "def f(n):\n    first = 1\n    for _ in range(n):\n        use(first)\n        first = 0\n"
+    assert constants_that_a_loop_forgets(lines) == ["f: first"]
+    assert constants_that_a_loop_forgets(lines.replace("range", "gl.static_range")) == []
+    assert constants_that_a_loop_forgets(lines.replace("first = 0", "first += 1")) == []
