@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -300,6 +301,7 @@ def prepare_flex(call: Call) -> Attend:
 
 def prepare_fa4(call: Call) -> Attend:
     """The flash-attn-4 package; its causal mask is aligned to the bottom right."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # what was compiled ahead is found again
     try:
         from flash_attn.cute import flash_attn_func
     except ImportError as error:

@@ -18,7 +18,7 @@ from biasflash.cli.providers import OURS, PORTABLE, PROVIDERS
 from biasflash.testing.case import Case
 
 #: providers that compile kernels at their first call
-COMPILING = ("flex", OURS, PORTABLE)
+COMPILING = ("flex", OURS, PORTABLE, "fa4")
 #: what one process may need: a CUDA context, inputs, results and gradients of the largest workload
 PROCESS_BYTES = 8 * 2**30
 
@@ -64,7 +64,12 @@ def warm(
     cases: Sequence[Case], providers: Sequence[str], modes: Sequence[str], device: str, processes: int, deadline: float
 ) -> int:
     """Runs ``once`` for every case and every one of ``providers`` that compiles; how many were done by ``deadline``."""
-    jobs = [(case, name, tuple(modes), device) for name in COMPILING if name in providers for case in cases]
+    jobs = [
+        (case, name, tuple(modes), device)
+        for name in COMPILING
+        if name in providers and not PROVIDERS[name].missing()
+        for case in cases
+    ]
     if not jobs or processes < 1:
         return 0
     done = 0
