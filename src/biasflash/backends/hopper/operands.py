@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from biasflash.backends.triton.operands import Launch, Operands, Slot
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 #: batch axes that a descriptor of rank 5 has beside head, row and column
 MOST_BATCH_AXES = 2
+#: sets of addresses whose arguments a launch keeps: the layers of a model, forward and backward
+MOST_KNOWN = 256
 #: keys that one code of ``mark_keys_kernel`` is about
 MARK = 64
 #: the most keys of a tile
@@ -41,7 +44,7 @@ class _Located:
     padding = "zero"
 
     def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
-        self.data_ptr = lambda: address
+        self.data_ptr: Callable[[], int] = lambda: address
         self.shape, self.strides = shape, strides
 
     @property
@@ -211,11 +214,48 @@ def sums(slot: str, lines: int, length: int, width: int, columns: int) -> Box:
     return Box(slot=slot, dtype=torch.float32, shape=(lines, length, width), strides=strides, block=(1, 64, columns))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Bare:
+    """Triton's launcher as its handling of descriptors calls it, and what that makes of them.
+
+    ``positions`` of descriptors among the arguments, ``facts`` of each, ``expand`` (descriptor, facts) -> arguments;
+    ``known``: what was made of a descriptor before, by position and address.
+    """
+
+    launch: Callable[..., None]
+    positions: frozenset[int]
+    facts: tuple[Any, ...]
+    flags: tuple[bool, bool]
+    expand: Callable[[Any, Any], list[Any]]
+    known: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+
+    def _expanded(self, i: int, located: _Located, facts: Any) -> list[Any]:
+        key = i, located.data_ptr()
+        if key not in self.known:
+            if len(self.known) >= MOST_KNOWN * len(self.positions):
+                self.known.clear()
+            self.known[key] = self.expand(located, facts)
+        return self.known[key]
+
+    def arguments(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Every value, descriptors as what stands for them."""
+        found: list[Any] = []
+        facts = iter(self.facts)
+        for i, value in enumerate(values):
+            found += self._expanded(i, value, next(facts)) if i in self.positions else (value,)
+        return tuple(found)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (Box, Slot))
+
+
 @dataclass(kw_only=True)
 class DescriptorLaunch(Launch):
     """A launch whose arguments may be ``Box``es; ``what`` is its tile in words."""
 
     what: str = ""
+    _known: dict[tuple[int, ...], tuple[Any, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _boxes(self) -> list[tuple[int, Box]]:
@@ -226,6 +266,46 @@ class DescriptorLaunch(Launch):
         for i, box in self._boxes:
             filled[i] = box.over(given[box.slot])
         return filled
+
+    @cached_property
+    def _named(self) -> tuple[str, ...]:
+        """What the launch takes an address of."""
+        return tuple(v.slot if isinstance(v, Box) else str(v) for v in self.arguments.values() if _is_tensor(v))
+
+    @cached_property
+    def _bare(self) -> _Bare | None:
+        """Triton's launcher without its handling of descriptors; None where a Triton has it some other way."""
+        try:
+            launcher = self._compiled.run
+            inner = launcher.launch
+            held = dict(zip(inner.__code__.co_freevars, (c.cell_contents for c in inner.__closure__), strict=True))
+            bare = _Bare(
+                launch=held["launcher"],
+                positions=frozenset(held["tensordesc_indices"]),
+                facts=tuple(held["tensordesc_meta"]),
+                flags=(launcher.launch_cooperative_grid, launcher.launch_pdl),
+                expand=importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg,
+            )
+            needs_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+        except (AttributeError, ImportError, KeyError, TypeError, ValueError):
+            return None
+        return None if needs_scratch else bare
+
+    def start(self, stream: int, addresses: Mapping[str, int]) -> None:
+        """As for any launch. What the addresses become is kept: encoding a descriptor takes longer than the rest."""
+        bare = self._bare
+        if bare is None or self.grid == 0:
+            super().start(stream, addresses)
+            return
+        key = tuple([addresses[name] for name in self._named])
+        arguments = self._known.get(key)
+        if arguments is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            arguments = self._known[key] = bare.arguments(self.values(addresses))
+        assert self._entry is not None
+        _, function, metadata = self._entry
+        bare.launch(self.grid, 1, 1, stream, function, *bare.flags, None, None, metadata, None, None, None, *arguments)
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
         if self._compiled is None and self.grid:

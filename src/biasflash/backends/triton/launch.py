@@ -75,9 +75,12 @@ def _launch(recipe: Recipe, device: torch.device, tensors: dict[str, Tensor], ad
 
     The addresses suffice once all kernels are compiled. Streams are asked for at every call: they may change.
     """
-    for name, count in recipe.scratch:
-        tensors[name] = scratch = torch.empty(count, dtype=torch.float32, device=device)
-        addresses[name] = scratch.data_ptr()
+    size, parts = recipe.places
+    if size:
+        tensors["scratch"] = scratch = torch.empty(size, dtype=torch.float32, device=device)
+        start = scratch.data_ptr()
+        for name, first, _ in parts:
+            addresses[name] = start + 4 * first
     for name, count in recipe.zeroed:
         tensors[name] = scratch = torch.zeros(count, dtype=torch.int32, device=device)
         addresses[name] = scratch.data_ptr()
@@ -86,6 +89,8 @@ def _launch(recipe: Recipe, device: torch.device, tensors: dict[str, Tensor], ad
         for launch in recipe.launches:
             launch.start(stream, addresses)
         return
+    for name, first, count in parts:
+        tensors[name] = tensors["scratch"].narrow(0, first, count)
     as_bytes = {name: t.view(torch.uint8) if t.dtype == torch.bool else t for name, t in tensors.items()}
     for launch in recipe.launches:
         launch.run(as_bytes)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import triton
 
 from biasflash.backends.triton.backward_bias import add_chunks_kernel
 from biasflash.backends.triton.operands import Launch, Slot
+
+#: parts of the scratch start at multiples of this many elements, 256 bytes
+PART = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,15 @@ class Recipe:
     rows: tuple[int, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     chunked: tuple[int, ...] = ()
+
+    @cached_property
+    def places(self) -> tuple[int, tuple[tuple[str, int, int], ...]]:
+        """All float32 scratch in one piece: its elements; and name, first element and count of each part."""
+        parts, end = [], 0
+        for name, count in self.scratch:
+            parts.append((name, end, count))
+            end += -(-count // PART) * PART
+        return end, tuple(parts)
 
 
 def add_chunks(index: int, count: int, chunks: int, *, block: int, warps: int) -> Launch:
