@@ -231,11 +231,12 @@ class _Bare:
 
     def _expanded(self, i: int, located: _Located, facts: Any) -> list[Any]:
         key = i, located.data_ptr()
-        if key not in self.known:
+        found = self.known.get(key)
+        if found is None:  # never looked up twice: another thread may clear what is known in between
             if len(self.known) >= MOST_KNOWN * len(self.positions):
                 self.known.clear()
-            self.known[key] = self.expand(located, facts)
-        return self.known[key]
+            found = self.known[key] = self.expand(located, facts)
+        return found
 
     def arguments(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Every value, descriptors as what stands for them."""
