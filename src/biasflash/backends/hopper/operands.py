@@ -20,6 +20,8 @@ _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float
 MOST_BATCH_AXES = 2
 #: sets of addresses whose arguments a launch keeps: the layers of a model, forward and backward
 MOST_KNOWN = 256
+#: what Triton 3.6 passes to a launcher's C function before the kernel's arguments, in the letters of Python's parser
+CALL = "iiiKKppOOOOOO"
 #: keys that one code of ``mark_keys_kernel`` is about
 MARK = 64
 #: the most keys of a tile
@@ -42,6 +44,7 @@ class _Located:
 
     __slots__ = ("data_ptr", "shape", "strides")
     padding = "zero"
+    round_f32_to_tf32 = False  # asked for by Triton 3.7 and later
 
     def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
         self.data_ptr: Callable[[], int] = lambda: address
@@ -277,6 +280,9 @@ class DescriptorLaunch(Launch):
     def _bare(self) -> _Bare | None:
         """Triton's launcher without its handling of descriptors; None where a Triton has it some other way."""
         try:
+            driver = importlib.import_module("triton.backends.nvidia.driver")
+            if driver._BASE_ARGS_FORMAT != CALL:  # gone from 3.7 on, where the kernel's arguments are one list
+                return None
             launcher = self._compiled.run
             inner = launcher.launch
             held = dict(zip(inner.__code__.co_freevars, (c.cell_contents for c in inner.__closure__), strict=True))
@@ -285,7 +291,7 @@ class DescriptorLaunch(Launch):
                 positions=frozenset(held["tensordesc_indices"]),
                 facts=tuple(held["tensordesc_meta"]),
                 flags=(launcher.launch_cooperative_grid, launcher.launch_pdl),
-                expand=importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg,
+                expand=driver.make_tensordesc_arg,
             )
             needs_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
         except (AttributeError, ImportError, KeyError, TypeError, ValueError):
