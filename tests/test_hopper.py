@@ -513,6 +513,19 @@ def test_batch_axes_that_do_not_merge_into_two_run_portable() -> None:
     assert len(Operands(p, H200, rows, terms).sizes) > 2
 
 
+@pytest.mark.parametrize(
+    "terms", [{"biases": ("a1c1MN",)}, {"biases": ("1b11MN",), "masks": ("a1c11N",)}], ids=["bias", "bias and mask"]
+)
+def test_a_bias_for_a_copy_runs_portable_where_batch_axes_do_not_merge_into_two(terms: dict[str, Any]) -> None:
+    """A copy has two batch axes, as descriptors do."""
+    p = problem(batch=(2, 3, 5), M=257, Hq=4, **terms)
+    assert not backend.objections(p)
+    recipes, told = planned(p)
+    for reasons in told.values():
+        assert any("do not merge into two" in reason for reason in reasons), told
+    assert not [name for recipe in recipes.values() for name in names(recipe) if name.isupper() or name == "align_rows"]
+
+
 # --------------------------------------------------------------------------------------------------------------- plans
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,27 @@ def test_a_launcher_that_is_built_some_other_way_is_called_as_triton_calls_it(ma
     launched.start(7, addresses)
     assert launched._bare is None
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("form", [None, "iiiKKppOOOOOOO"], ids=["a list", "one more"])
+def test_a_launcher_that_takes_other_arguments_is_called_as_triton_calls_it(
+    form: str | None, made: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.7 has the names of 3.6, but hands over the kernel's arguments in a list."""
+    launched, seen, addresses = ready("dq")
+    if form is None:
+        monkeypatch.delattr(driver, "_BASE_ARGS_FORMAT")
+    else:
+        monkeypatch.setattr(driver, "_BASE_ARGS_FORMAT", form)
+    launched.start(7, addresses)
+    assert launched._bare is None
+    assert len(seen) == 1
+
+
+def test_what_stands_for_a_descriptor_has_what_triton_reads_of_one() -> None:
+    located: Any = operands._Located(4096, [8, 64], [64, 1])
+    read = {f.name for f in fields(operands.TensorDescriptor)} - {"block_shape", "layout"}  # facts of the kernel
+    assert all(hasattr(located, name) for name in read), read
 
 
 def test_a_kernel_that_wants_scratch_of_its_own_gets_it_from_triton(made: list[tuple[Any, ...]]) -> None:

@@ -87,7 +87,7 @@ def aligned_bias(ops: Operands) -> AlignedBias | None:
     Rows or columns that the caller expanded are not copied either: nothing is laid out in its broadcast shape.
     """
     p = ops.problem
-    if not ops.has_dense or not may_copy(p, p.terms[0]):
+    if not ops.has_dense or len(ops.sizes) > MOST_BATCH_AXES or not may_copy(p, p.terms[0]):
         return None
     view = ops.term_views[0]
     if view.vec == UNIT or 0 in view.strides[-2:]:

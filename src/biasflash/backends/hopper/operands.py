@@ -20,6 +20,8 @@ _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float
 MOST_BATCH_AXES = 2
 #: sets of addresses whose arguments a launch keeps: the layers of a model, forward and backward
 MOST_KNOWN = 256
+#: what Triton 3.6 passes to a launcher's C function before the kernel's arguments, in the letters of Python's parser
+CALL = "iiiKKppOOOOOO"
 #: keys that one code of ``mark_keys_kernel`` is about
 MARK = 64
 #: the most keys of a tile
@@ -42,6 +44,7 @@ class _Located:
 
     __slots__ = ("data_ptr", "shape", "strides")
     padding = "zero"
+    round_f32_to_tf32 = False  # asked for by Triton 3.7 and later
 
     def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
         self.data_ptr: Callable[[], int] = lambda: address
@@ -231,11 +234,12 @@ class _Bare:
 
     def _expanded(self, i: int, located: _Located, facts: Any) -> list[Any]:
         key = i, located.data_ptr()
-        if key not in self.known:
+        found = self.known.get(key)
+        if found is None:  # never looked up twice: another thread may clear what is known in between
             if len(self.known) >= MOST_KNOWN * len(self.positions):
                 self.known.clear()
-            self.known[key] = self.expand(located, facts)
-        return self.known[key]
+            found = self.known[key] = self.expand(located, facts)
+        return found
 
     def arguments(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Every value, descriptors as what stands for them."""
@@ -276,6 +280,9 @@ class DescriptorLaunch(Launch):
     def _bare(self) -> _Bare | None:
         """Triton's launcher without its handling of descriptors; None where a Triton has it some other way."""
         try:
+            driver = importlib.import_module("triton.backends.nvidia.driver")
+            if driver._BASE_ARGS_FORMAT != CALL:  # gone from 3.7 on, where the kernel's arguments are one list
+                return None
             launcher = self._compiled.run
             inner = launcher.launch
             held = dict(zip(inner.__code__.co_freevars, (c.cell_contents for c in inner.__closure__), strict=True))
@@ -284,7 +291,7 @@ class DescriptorLaunch(Launch):
                 positions=frozenset(held["tensordesc_indices"]),
                 facts=tuple(held["tensordesc_meta"]),
                 flags=(launcher.launch_cooperative_grid, launcher.launch_pdl),
-                expand=importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg,
+                expand=driver.make_tensordesc_arg,
             )
             needs_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
         except (AttributeError, ImportError, KeyError, TypeError, ValueError):
