@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ import triton
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from biasflash.backends.backend import Gradients
 from biasflash.backends.hopper import operands
 from biasflash.backends.hopper.operands import Box, DescriptorLaunch
 from biasflash.backends.triton import launch as portable
@@ -177,3 +178,18 @@ def test_scratch_is_one_piece_with_aligned_parts(monkeypatch: pytest.MonkeyPatch
     }
     assert all(isinstance(slot, str) for slot in asked)
     assert {str(v) for x in recipe.launches for v in x.arguments.values() if isinstance(v, Slot)} & asked.keys()
+
+
+def test_sums_that_are_left_to_torch_are_found_where_addresses_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained bias of one query row: its columns are added up in scratch, from the second call on as well."""
+    p = replace(problem(batch=(2,), M=128, biases=("b11N",)), device=torch.device("cpu"))
+    monkeypatch.setattr(Launch, "can_start", True)
+    monkeypatch.setattr(Launch, "start", lambda self, stream, addresses: None)
+    streams = SimpleNamespace(get_current_stream=lambda index: 7)
+    monkeypatch.setattr(portable, "driver", SimpleNamespace(active=streams))
+    monkeypatch.setattr(torch, "empty", torch.ones)  # as if kernels had left ones
+    q, bias = torch.zeros(2, 128, 8, 64, dtype=p.dtype), torch.zeros(2, 1, 1, 128, dtype=p.dtype)
+    lse, total = torch.zeros(2, 8, 128), torch.empty_like(bias)
+    into = Gradients(q=q.clone(), k=q.clone(), v=q.clone(), terms=(total,))
+    portable.run_backward(p, into, q, None, q, q, q, [bias], q, lse, lse)
+    assert bool(total.eq(8).all()), "eight heads"

@@ -19,7 +19,7 @@ _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float
 #: batch axes that a descriptor of rank 5 has beside head, row and column
 MOST_BATCH_AXES = 2
 #: sets of addresses whose arguments a launch keeps: the layers of a model, forward and backward
-MOST_KNOWN = 256
+MOST_KNOWN = 128
 #: what Triton 3.6 passes to a launcher's C function before the kernel's arguments, in the letters of Python's parser
 CALL = "iiiKKppOOOOOO"
 #: keys that one code of ``mark_keys_kernel`` is about

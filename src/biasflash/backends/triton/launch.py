@@ -177,9 +177,10 @@ def _plain(rows: Tensor) -> Tensor:
 
 def _finish(recipe: Recipe, grads: dict[int, Tensor], tensors: dict[str, Tensor]) -> None:
     """Reductions and copies of arrays that are small (or wanted twice), by torch."""
+    places = {name: (first, count) for name, first, count in recipe.places[1]}
     for total in recipe.sums:
-        grad = grads[total.grad]
-        grad.copy_(tensors[total.scratch].view(total.shape).sum_to_size(grad.shape))
+        grad, part = grads[total.grad], tensors["scratch"].narrow(0, *places[total.scratch])
+        grad.copy_(part.view(total.shape).sum_to_size(grad.shape))
     for i in recipe.rows:
         if "dlse" in tensors:
             dlse = torch.where(tensors["lse"] == float("-inf"), 0.0, tensors["dlse"])  # nothing seen: it may be NaN
