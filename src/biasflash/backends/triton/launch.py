@@ -177,9 +177,9 @@ def _plain(rows: Tensor) -> Tensor:
 
 def _finish(recipe: Recipe, grads: dict[int, Tensor], tensors: dict[str, Tensor]) -> None:
     """Reductions and copies of arrays that are small (or wanted twice), by torch."""
-    places = {name: (first, count) for name, first, count in recipe.places[1]}
     for total in recipe.sums:
-        grad, part = grads[total.grad], tensors["scratch"].narrow(0, *places[total.scratch])
+        first, count = next(place for name, *place in recipe.places[1] if name == total.scratch)
+        grad, part = grads[total.grad], tensors["scratch"].narrow(0, first, count)
         grad.copy_(part.view(total.shape).sum_to_size(grad.shape))
     for i in recipe.rows:
         if "dlse" in tensors:
