@@ -13,7 +13,6 @@ Operands change with every pair, so that reading them from the L2 cache sets the
 128 x 128 reads 4 bytes a score, one of 128 x 256 3 bytes.
 """
 
-from biasflash.backends.hopper.backward_step import widen
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
@@ -29,25 +28,16 @@ from biasflash.backends.hopper.owner_tiles import (
     split_index,
     visible,
 )
+from biasflash.backends.hopper.pieces import NEG_INF, added, repeated, replaced, slots, widen
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_full
+from biasflash.tile.softmax import LOG2E
 
-LOG2E = gl.constexpr(1.4426950408889634)
-NEG_INF = gl.constexpr(float("-inf"))
 # A sum up to LARGE is right whatever its factor: where the factor is below SMALLEST and flushes to zero, the product
 # is below 2^-36.
 LARGE = gl.constexpr(2.0**90)
 SMALLEST = gl.constexpr(2.0**-126)
 FINITE = gl.constexpr(3.4028234663852886e38)
 SHARED_MEMORY = gl.constexpr(232448)  # bytes of one program
-
-
-@jit
-def with_entry(entries, i: gl.constexpr, x, COUNT: gl.constexpr):
-    """A tuple with entry ``i`` replaced."""
-    out = (x if i == 0 else entries[0],)
-    for c in gl.static_range(1, COUNT):
-        out = out + (x if i == c else entries[c],)  # noqa: RUF005
-    return out
 
 
 @jit
@@ -73,12 +63,6 @@ def bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N: gl.constexpr, CHUNKS_N
             top = gl.maximum(top, gl.max(bias_chunk(tile, c, BLOCK_N, S), 1))
     top = top * LOG2E
     return gl.where(top == NEG_INF, 0.0, top)
-
-
-@jit
-def slots(desc, COUNT: gl.constexpr):
-    """COUNT buffers for the boxes of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
 
 
 @jit
@@ -176,7 +160,7 @@ def add_pair(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOC
             hand_back(empty, used, STAGES)
         if not EARLY and not HAS_KEEP:
             p = weights(s, unit, lift, limit, False)
-        acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
+        acc = replaced(acc, c, acc[c] + p * (dp - delta[:, None]))
     return acc
 
 
@@ -212,7 +196,7 @@ def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D
         if HAS_KEEP and c + 1 == CHUNKS_N:
             dp, p = mma_wait(0, deps=(dp, p))  # long over: the weights, and so their limits, are in registers
             hand_back(empty, used, STAGES)
-        acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
+        acc = replaced(acc, c, acc[c] + p * (dp - delta[:, None]))
         if c + 1 < CHUNKS_N:
             s, dp = s_next, dp_next
     return acc
@@ -238,7 +222,7 @@ def check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N: gl.constex
             counts = seen & (bias * LOG2E != NEG_INF)
             limit = gl.where(gl.exp2(bias * LOG2E - top[:, None]) < SMALLEST, LARGE, FINITE)
             worst = gl.maximum(worst, gl.max((counts & ((gl.abs(acc[c]) <= limit) == 0)).to(gl.int32), 1))
-            acc = with_entry(acc, c, gl.where(counts, acc[c], 0.0), CHUNKS_N)
+            acc = replaced(acc, c, gl.where(counts, acc[c], 0.0))
         flag = gl.max(worst, 0).to(gl.float32)
     return acc, flag
 
@@ -272,9 +256,7 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, uni
         boxed = bias_tiles.index(met % BIAS_SLOTS * 2 + w)
         tile = boxed.reshape([HALF_M, BLOCK])
         wait_full(bias_full, met, BIAS_SLOTS)
-        acc = ()
-        for _c in gl.static_range(CHUNKS_N):
-            acc = acc + (gl.zeros([HALF_M, BLOCK_N], gl.float32, S),)  # noqa: RUF005
+        acc = repeated(gl.zeros([HALF_M, BLOCK_N], gl.float32, S), CHUNKS_N)
         if count > 0:
             top = bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
             if DEEP % 2 == 1:
@@ -301,7 +283,7 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, uni
             for c in gl.static_range(CHUNKS_N):
                 # Only a hidden entry is above the row's maximum; its sum is 0 and must not meet an infinite factor.
                 factor = gl.exp2(gl.minimum(bias_chunk(tile, c, BLOCK_N, S) * LOG2E - top[:, None], 0.0))
-                acc = with_entry(acc, c, acc[c] * factor, CHUNKS_N)
+                acc = replaced(acc, c, acc[c] * factor)
         for c in gl.static_range(CHUNKS_N):
             if SPLIT:
                 col = col0 + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
@@ -368,7 +350,7 @@ def dbias_kernel(
     caps = buffers[6]
     if HAS_KEEP and PARTS == 1:
         caps = slots(caps_desc, STAGES)
-    buffers = buffers + (caps,)  # noqa: RUF005
+    buffers = added(buffers, caps)
     # One more for copies that are not ready when they have landed.
     FULL: gl.constexpr = STAGES + (1 if HAS_KEEP and PARTS == 1 else 0)
     KEYS_FULL: gl.constexpr = KEY_STAGES + (1 if HAS_KEEP and PARTS > 1 else 0)

@@ -10,20 +10,13 @@ position is made -inf in the resident bias tile, once an item: the loop over pai
 shared memory, where a warp of its own adds, rounds and sends them. Every sum has one order: runs agree in every bit.
 """
 
-from biasflash.backends.hopper.backward_bias import (
-    LOG2E,
-    NEG_INF,
-    pairs_of,
-    slots,
-    split_index,
-    visible,
-    widen,
-    with_entry,
-)
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_load, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
+from biasflash.backends.hopper.owner_tiles import pairs_of, split_index, visible
+from biasflash.backends.hopper.pieces import NEG_INF, repeated, replaced, slots, widen
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
+from biasflash.tile.softmax import LOG2E
 
 ROWS_M = gl.constexpr(64)  # queries of a tile
 STEP = gl.constexpr(8)  # rows of dq that the sending warp adds at a time: the period of the swizzle
@@ -140,7 +133,7 @@ def run_pairs(w: gl.constexpr, acc, used, scale, buffers, rings, D_BLOCK: gl.con
             if x > 0 and c == 0:
                 give_dq(w, dq, used + x - 1, buffers, rings, STAGES)
             g = p * (dp - delta)
-            acc = with_entry(acc, c, acc[c] + g, CHUNKS_N)
+            acc = replaced(acc, c, acc[c] + g)
             if x + c > 0:
                 before = ds
             ds = gl.convert_layout(g.to(q_tiles.dtype), P)
@@ -255,10 +248,7 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, scale, D_
                 seen = visible(row, w * HALF_N + c * BLOCK_N, M, N, shift, BLOCK_N, S, IS_CAUSAL)
                 entries = bias_slice(tiles, w, c, BLOCK_N, CHUNKS_N, BOX)
                 entries.store(gl.where(seen, widen(entries.load(S)), NEG_INF).to(tiles.dtype))
-        zero = gl.zeros([ROWS_M, BLOCK_N], gl.float32, S)
-        acc = (zero,)
-        for _ in gl.static_range(1, CHUNKS_N):
-            acc = acc + (zero,)  # noqa: RUF005
+        acc = repeated(gl.zeros([ROWS_M, BLOCK_N], gl.float32, S), CHUNKS_N)
         for _ in range(count // ROWS):
             acc = run_pairs(w, acc, used, scale, buffers, rings, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX, STAGES,
                             ROWS, LEFT, PIN, S)  # fmt: skip

@@ -5,7 +5,7 @@ copies tiles in, another one adds float32 dQ tiles to device memory, always in t
 bit from run to run.
 """
 
-from biasflash.backends.hopper.backward import load_pair, ring_tiles, store_rows
+from biasflash.backends.hopper.backward import load_pair, store_rows
 from biasflash.backends.hopper.backward_single_step import (
     form,
     line_of,
@@ -28,6 +28,7 @@ from biasflash.backends.hopper.gluon import (
     tma_load,
     tma_store,
 )
+from biasflash.backends.hopper.pieces import slots
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 
 NUMBERS = ["inner", "items", "M", "N", "heads", "group", "batch", "shift"]
@@ -250,11 +251,11 @@ def dqkv_kernel(
                               HAS_BIAS, IS_CAUSAL, STORE_DS, RESIDENT, IN_REGISTERS, DK_FIRST, ORDER)  # fmt: skip
     gl.static_assert(TILES <= 2 and TILES <= STAGES and TILES <= DS_SLOTS and DS_SLOTS % TILES == 0)
     gl.static_assert(DQ_SLOTS % 2 == 0 and BLOCK_M == 64 and (TILES == 2 or not RESIDENT))
-    own = (ring_tiles(k_desc, 2 * A_BUFFERS), ring_tiles(v_desc, 2 * A_BUFFERS))
-    met = (ring_tiles(q_desc, STAGES), ring_tiles(dout_desc, STAGES))
-    rows = (ring_tiles(reference_desc, STAGES), ring_tiles(delta_desc, STAGES))
+    own = (slots(k_desc, 2 * A_BUFFERS), slots(v_desc, 2 * A_BUFFERS))
+    met = (slots(q_desc, STAGES), slots(dout_desc, STAGES))
+    rows = (slots(reference_desc, STAGES), slots(delta_desc, STAGES))
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2 * DS_SLOTS, 1, 1, 1, BLOCK_M, 64], FORM.DS)
-    dq_tiles = ring_tiles(sum_desc, DQ_SLOTS)
+    dq_tiles = slots(sum_desc, DQ_SLOTS)
     own_full, own_empty = ring_barriers(A_BUFFERS), ring_barriers(A_BUFFERS)
     met_full, met_empty = ring_barriers(STAGES), ring_barriers(STAGES)
     ds_full, ds_empty = ring_barriers(DS_SLOTS), ring_barriers(DS_SLOTS)
@@ -269,11 +270,11 @@ def dqkv_kernel(
     mbarrier.init(done, count=1)
     bias, bias_full, bias_empty, blank = met[0], met_full, met_empty, ds_tiles
     if HAS_BIAS:
-        bias = ring_tiles(bias_desc, 2 * BIAS_STAGES)
+        bias = slots(bias_desc, 2 * BIAS_STAGES)
         bias_full, bias_empty = ring_barriers(BIAS_STAGES), ring_barriers(BIAS_STAGES)
         start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
     if STORE_DS and IS_CAUSAL:
-        blank = ring_tiles(ds_desc, 1)
+        blank = slots(ds_desc, 1)
     fence_async_shared()
     numbers = (inner, items, M, N, heads, group, batch, shift)
     out_descs, out_moves = (dk_desc, dv_desc, dq_desc), (dk_moves, dv_moves, dq_moves)

@@ -12,8 +12,9 @@ from typing import Any
 
 from triton import constexpr_function
 
-from biasflash.backends.hopper.backward_step import OWN, added, widen
+from biasflash.backends.hopper.backward_step import OWN
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, warpgroup_mma, warpgroup_mma_wait
+from biasflash.backends.hopper.pieces import NEG_INF, added, widen
 from biasflash.backends.hopper.pipeline import hand_back, wait_empty, wait_full
 from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import query_span
@@ -243,7 +244,7 @@ def weights(
         if FORM.IS_CAUSAL:
             last = row + shift + gl.arange(0, FORM.BLOCK, layout=gl.SliceLayout(0, FORM.S))
             seen = seen & (key[:, None] <= last[None, :])
-        y = gl.where(seen, y, float("-inf"))
+        y = gl.where(seen, y, NEG_INF)
     return gl.exp2(y)
 
 
