@@ -66,13 +66,9 @@ def bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N: gl.constexpr, CHUNKS_N
 
 
 @jit
-def own_rows(tiles, slot, w: gl.constexpr, D_BLOCK: gl.constexpr, IN_REGISTERS: gl.constexpr, S: gl.constexpr):
+def own_rows(tiles, slot, w: gl.constexpr, D_BLOCK: gl.constexpr):
     """One warpgroup's rows [64, D_BLOCK] of q or dout, the left operand of a product."""
-    rows = tiles.index(slot).reshape([BLOCK_M, D_BLOCK]).slice(w * HALF_M, HALF_M, dim=0)
-    if IN_REGISTERS:
-        return rows.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
-    else:
-        return rows
+    return tiles.index(slot).reshape([BLOCK_M, D_BLOCK]).slice(w * HALF_M, HALF_M, dim=0)
 
 
 @jit
@@ -131,8 +127,8 @@ def add_pair(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOC
     slot = used % STAGES
     wait_full(full, used, STAGES)
     lift, delta = statistics(buffers, slot, top, w, S)
-    q = own_rows(buffers[0], slot, w, D_BLOCK, False, S)
-    dout = own_rows(buffers[1], slot, w, DV_BLOCK, False, S)
+    q = own_rows(buffers[0], slot, w, D_BLOCK)
+    dout = own_rows(buffers[1], slot, w, DV_BLOCK)
     for c in gl.static_range(CHUNKS_N):
         part = used * PARTS + c // EACH
         key_slot = slot if PARTS == 1 else part % KEY_STAGES
@@ -167,7 +163,7 @@ def add_pair(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOC
 @jit
 def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr,
                   DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr,
-                  IN_REGISTERS: gl.constexpr, HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
+                  HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """``add_pair`` where the next chunk's products go out before this one is touched.
 
     None is in flight at the end, or ptxas would serialise them all.
@@ -176,17 +172,14 @@ def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D
     KEYS: gl.constexpr = BLOCK_N * CHUNKS_N
     slot = used % STAGES
     wait_full(full, used, STAGES)
-    q = own_rows(buffers[0], slot, w, D_BLOCK, IN_REGISTERS, S)
-    dout = own_rows(buffers[1], slot, w, DV_BLOCK, IN_REGISTERS, S)
+    q = own_rows(buffers[0], slot, w, D_BLOCK)
+    dout = own_rows(buffers[1], slot, w, DV_BLOCK)
     s, dp = issue(q, dout, buffers, slot, 0, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
     lift, delta = statistics(buffers, slot, top, w, S)
     for c in gl.static_range(CHUNKS_N):
         if c + 1 < CHUNKS_N:
             s_next, dp_next = issue(q, dout, buffers, slot, (c + 1) * BLOCK_N, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
-        if IN_REGISTERS:
-            s, dp, lift, delta, q, dout = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta, q, dout))
-        else:
-            s, dp, lift, delta = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta))
+        s, dp, lift, delta = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta))
         limit = lift
         if HAS_KEEP:
             limit = caps_of(caps, slot, c * BLOCK_N, BLOCK_N, KEYS, 1, S)
@@ -231,8 +224,7 @@ def check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N: gl.constex
 def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK: gl.constexpr,
               DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr,
               KEY_STAGES: gl.constexpr, PARTS: gl.constexpr, BIAS_SLOTS: gl.constexpr, DEEP: gl.constexpr,
-              ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr,
-              HAS_KEEP: gl.constexpr):  # fmt: skip
+              OWNS: gl.constexpr, SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_KEEP: gl.constexpr):  # fmt: skip
     """Consumer warpgroup ``w``: the 64 queries from ``64 w`` on of every tile."""
     BLOCK: gl.constexpr = BLOCK_N * CHUNKS_N
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -259,10 +251,10 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, uni
         acc = repeated(gl.zeros([HALF_M, BLOCK_N], gl.float32, S), CHUNKS_N)
         if count > 0:
             top = bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
-            if DEEP % 2 == 1:
+            if DEEP == 1:
                 for _i in range(count):
                     acc = add_pair_deep(acc, top, used, unit, buffers[7], buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N,
-                                        CHUNKS_N, STAGES, DEEP == 3, HAS_KEEP, S)  # fmt: skip
+                                        CHUNKS_N, STAGES, HAS_KEEP, S)  # fmt: skip
                     used += 1
             elif HAS_KEEP and PARTS > 1:
                 item = first
@@ -312,7 +304,7 @@ def dbias_kernel(
     q_moves, dout_moves, k_moves, v_moves, bias_moves, n0, n1, items, M, N, heads, group, owners, shared, chunk, shift,
     scale, caps_pitch, line_0, line_1,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
-    STAGES: gl.constexpr, DEEP: gl.constexpr, ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, DEEP: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
     IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_KEEP: gl.constexpr,
 ):  # fmt: skip
@@ -324,8 +316,8 @@ def dbias_kernel(
     of these that holds whole chunks; bias and dbias [64, columns], statistics [1, 128]. HAS_KEEP: a mask of keys, see
     ``marks``; ``caps`` are then its lines, as many columns as k has rows.
 
-    DEEP: 0 nothing overlaps within a warpgroup; 1 products of the next chunk of keys are under way, 3 these with q and
-    dout in registers; 2 exponentials run under the product ``dout v'``. Keys in parts: 0 or 2. ROWS is 1.
+    DEEP: 0 nothing overlaps within a warpgroup; 1 products of the next chunk of keys are under way; 2 exponentials run
+    under the product ``dout v'``. Keys in parts: 0 or 2.
 
     Items: tiles x owners x chunks, a chunk being ``chunk`` shared indices. Grid: any, items are taken in strides.
     One chunk: writes dbias. SPLIT: sums of chunks ``partial_ptr[chunk, owner, M, N]``, in its dtype. Both: float32
@@ -333,7 +325,7 @@ def dbias_kernel(
     comes after reads them all.
     """
     PARTS: gl.constexpr = BLOCK_N * CHUNKS_N // k_desc.block_type.shape[3]
-    gl.static_assert(CHUNKS_N % PARTS == 0 and (PARTS == 1 or DEEP % 2 == 0) and ROWS == 1)
+    gl.static_assert(CHUNKS_N % PARTS == 0 and (PARTS == 1 or DEEP != 1))
     rows_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * delta_desc.block_type.nbytes
     row_bytes: gl.constexpr = rows_bytes + (caps_desc.block_type.nbytes if HAS_KEEP and PARTS == 1 else 0)
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
@@ -371,9 +363,9 @@ def dbias_kernel(
     unit = scale * LOG2E
     gl.warp_specialize([
         (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
+                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
         (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
+                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
         (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, mask, BLOCK_N * CHUNKS_N, DV_BLOCK, STAGES,
                          KEY_STAGES, PARTS, BIAS_SLOTS, OWNS, IS_CAUSAL, HAS_KEEP)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

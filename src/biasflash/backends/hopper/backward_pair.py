@@ -76,12 +76,11 @@ def give_dq(w: gl.constexpr, dq, use, buffers, rings, STAGES: gl.constexpr):
 @jit
 def run_pairs(w: gl.constexpr, acc, used, scale, buffers, rings, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
               BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
-              ROWS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr, S: gl.constexpr):  # fmt: skip
+              ROWS: gl.constexpr, LEFT: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """ROWS pairs of the ring, ``used`` being the first: dq of each, and ``acc`` (one tile a key chunk) with their dS.
 
     A step is a key chunk. Its dP runs under its exponentials, the next step's S under the rest of its arithmetic, and
-    its dq is waited for two steps later. PIN: a wait that never blocks, as ptxas moves the one for dP up above most of
-    the exponentials.
+    its dq is waited for two steps later.
     """
     q_tiles, dout_tiles, k_tiles, v_tiles, bias_tiles, reference_rows, delta_rows, _ = buffers
     X: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_BLOCK, 16])
@@ -122,8 +121,6 @@ def run_pairs(w: gl.constexpr, acc, used, scale, buffers, rings, D_BLOCK: gl.con
                 q = left(q_tiles, slot, D_BLOCK, LEFT, S)
                 k = key_chunk(k_tiles, keys, 0, D_BLOCK, BLOCK_N, BOX).permute((1, 0))
                 s = mma(q, k, zero, use_acc=False, is_async=True)
-            if PIN:
-                wait_full(rings[0], used + x, STAGES)
             if x + c == 0:
                 dp = mma_wait(1 if c + 1 < CHUNKS_N or x + 1 < ROWS else 0, deps=(dp,))
             elif x == 0 or c > 0:
@@ -224,8 +221,8 @@ def send_dq(dq_desc, dq_moves, buffers, rings, sizes, scale, D_BLOCK: gl.constex
 @jit
 def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, scale, D_BLOCK: gl.constexpr,
               DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, BOX: gl.constexpr,
-              STAGES: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr, OWNS: gl.constexpr,
-              SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+              STAGES: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
+              IS_CAUSAL: gl.constexpr):  # fmt: skip
     """Computing warpgroup ``w``: keys ``[w, w + 1) * BLOCK_N * CHUNKS_N``."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     HALF_N: gl.constexpr = BLOCK_N * CHUNKS_N
@@ -251,12 +248,12 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, scale, D_
         acc = repeated(gl.zeros([ROWS_M, BLOCK_N], gl.float32, S), CHUNKS_N)
         for _ in range(count // ROWS):
             acc = run_pairs(w, acc, used, scale, buffers, rings, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX, STAGES,
-                            ROWS, LEFT, PIN, S)  # fmt: skip
+                            ROWS, LEFT, S)  # fmt: skip
             used += ROWS
         if ROWS > 1:
             for _ in range(count % ROWS):
                 acc = run_pairs(w, acc, used, scale, buffers, rings, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX, STAGES,
-                                1, LEFT, PIN, S)  # fmt: skip
+                                1, LEFT, S)  # fmt: skip
                 used += 1
         for c in gl.static_range(CHUNKS_N):
             if SPLIT:
@@ -283,8 +280,8 @@ def dq_dbias_kernel(
     q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dbias_desc, dq_desc, partial_ptr,
     q_moves, dout_moves, k_moves, v_moves, bias_moves, dq_moves, n0, n1, items, M, N, heads, group, owners, shared,
     chunk, shift, scale, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr, OWNS: gl.constexpr,
-    SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dS K and dbias = sum of dS over the pairs (batch item, head) that share it; N <= 2 BLOCK_N CHUNKS_N.
 
@@ -325,9 +322,9 @@ def dq_dbias_kernel(
     sizes = (items, M, N, n1, heads, group, owners, shared, chunk, shift)
     gl.warp_specialize([
         (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, scale, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX,
-                     STAGES, ROWS, LEFT, PIN, OWNS, SPLIT, IS_CAUSAL)),
+                     STAGES, ROWS, LEFT, OWNS, SPLIT, IS_CAUSAL)),
         (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, scale, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX,
-                     STAGES, ROWS, LEFT, PIN, OWNS, SPLIT, IS_CAUSAL)),
+                     STAGES, ROWS, LEFT, OWNS, SPLIT, IS_CAUSAL)),
         (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, BOX, BOXES, STAGES, OWNS)),
         (send_dq, (dq_desc, dq_moves, buffers, rings, sizes, scale, D_BLOCK, STAGES, OWNS)),
     ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

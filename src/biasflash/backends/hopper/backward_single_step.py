@@ -23,7 +23,7 @@ L2_SHARE = gl.constexpr(1 << 25)  # bytes of queries and their gradients that pr
 
 NAMES = [
     "D", "DV", "BLOCK", "TILES", "A_BUFFERS", "STAGES", "BIAS_STAGES", "DS_SLOTS", "DQ_SLOTS", "HAS_BIAS", "IS_CAUSAL",
-    "STORE_DS", "RESIDENT", "IN_REGISTERS", "DK_FIRST", "ORDER", "ROUND", "COLUMNS", "S", "K_OWN", "P_K", "P_V", "DK",
+    "RESIDENT", "IN_REGISTERS", "DK_FIRST", "ORDER", "ROUND", "COLUMNS", "S", "K_OWN", "P_K", "P_V", "DK",
     "DV_ROWS", "DQ", "DS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)

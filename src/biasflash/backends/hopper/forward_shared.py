@@ -310,7 +310,7 @@ def shared_forward_kernel(
     q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, flag_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
     caps_desc, caps_ptr, spans_ptr, caps_pitch, line_0, line_1,
-    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     Q_BUFFERS: gl.constexpr, KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
     AHEAD: gl.constexpr, FIXED: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
     HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -330,7 +330,6 @@ def shared_forward_kernel(
     gl.static_assert(not FIXED or q_desc.dtype == gl.bfloat16, "float16 weights do not reach as far as float32")
     gl.static_assert(not FIXED or ROWS <= 4, "a byte for each item's flag")
     gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")
-    gl.static_assert(TILES == 1, "a round is one key tile: the scores of the next are issued in it anyway")
     gl.static_assert(Q_BUFFERS >= 2 and BIAS_STAGES >= 2, "the next item's first scores are issued within this one")
     gl.static_assert(KV_STAGES >= 4 or not AHEAD, "a unit waits for keys two ahead before it hands back the one before")
     gl.static_assert(KV_STAGES >= 3, "a unit waits for the next keys before it hands back those of the one before")
