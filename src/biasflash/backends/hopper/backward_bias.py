@@ -26,6 +26,7 @@ from biasflash.backends.hopper.owner_tiles import (
     place_tile,
     seen_pair,
     split_index,
+    store_partial,
     visible,
 )
 from biasflash.backends.hopper.pieces import NEG_INF, added, repeated, replaced, slots, widen
@@ -278,11 +279,7 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, uni
                 acc = replaced(acc, c, acc[c] * factor)
         for c in gl.static_range(CHUNKS_N):
             if SPLIT:
-                col = col0 + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-                line = (plane.to(gl.int64) * M + row) * N
-                inside = (row < M)[:, None] & (col < N)[None, :]
-                to = partial_ptr + (line[:, None] + col[None, :])
-                gl.store(to, acc[c].to(partial_ptr.dtype.element_ty), mask=inside)
+                store_partial(partial_ptr, acc[c], plane, row, col0 + c * BLOCK_N, M, N, BLOCK_N, S)
             else:
                 tile.slice(c * BLOCK_N, BLOCK_N, dim=1).store(acc[c].to(bias_tiles.dtype))
         if not SPLIT:

@@ -13,7 +13,7 @@ shared memory, where a warp of its own adds, rounds and sends them. Every sum ha
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_load, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
-from biasflash.backends.hopper.owner_tiles import pairs_of, split_index, visible
+from biasflash.backends.hopper.owner_tiles import pairs_of, split_index, store_partial, visible
 from biasflash.backends.hopper.pieces import NEG_INF, repeated, replaced, slots, widen
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 from biasflash.tile.softmax import LOG2E
@@ -257,11 +257,7 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, scale, D_
                 used += 1
         for c in gl.static_range(CHUNKS_N):
             if SPLIT:
-                col = w * HALF_N + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-                line = (plane.to(gl.int64) * M + row) * N
-                inside = (row < M)[:, None] & (col < N)[None, :]
-                to = partial_ptr + (line[:, None] + col[None, :])
-                gl.store(to, acc[c].to(partial_ptr.dtype.element_ty), mask=inside)
+                store_partial(partial_ptr, acc[c], plane, row, w * HALF_N + c * BLOCK_N, M, N, BLOCK_N, S)
             else:
                 bias_slice(tiles, w, c, BLOCK_N, CHUNKS_N, BOX).store(acc[c].to(tiles.dtype))
         fence_async_shared()  # the tile was written here, by dbias or by -inf, and a copy is next
