@@ -7,7 +7,7 @@ which items they take, and in which order, is in ``deal``.
 Boxes of descriptors have 64 own rows (own tiles, outputs, bias and dS tile of one warpgroup) or BLOCK met rows.
 """
 
-from biasflash.backends.hopper.backward_step import added, dealing, own_extent, run_round, work_item
+from biasflash.backends.hopper.backward_step import dealing, own_extent, run_round, work_item
 from biasflash.backends.hopper.deal import deal, first_lot, following
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
@@ -19,6 +19,7 @@ from biasflash.backends.hopper.gluon import (
     tma_store,
 )
 from biasflash.backends.hopper.marks import blank_hidden, is_whole, item_line
+from biasflash.backends.hopper.pieces import added, slots
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 
 NUMBERS = ["inner", "items", "M", "N", "heads", "kv_heads", "group", "batch", "shift", "caps_pitch", "line_0", "line_1"]
@@ -247,12 +248,6 @@ def consume(
 
 
 @jit
-def ring_tiles(desc, COUNT: gl.constexpr):
-    """COUNT shared tiles of the box of ``desc``."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@jit
 def launch(
     own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, mask, ds_desc,
     ds_moves, out_descs, out_moves, numbers, scale,
@@ -268,12 +263,12 @@ def launch(
     gl.static_assert(not HAS_BIAS or BIAS_STAGES >= 2 or TILES == 1, "a step waits for a slot of its own round")
     OWN_TILES: gl.constexpr = A_BUFFERS * ROWS * 2
     LINES: gl.constexpr = STAGES if KEYS else OWN_TILES
-    own = (ring_tiles(own_descs[0], OWN_TILES), ring_tiles(own_descs[1], OWN_TILES))
-    met = (ring_tiles(met_descs[0], STAGES), ring_tiles(met_descs[1], STAGES))
-    rows = (ring_tiles(row_descs[0], LINES), ring_tiles(row_descs[1], LINES))
+    own = (slots(own_descs[0], OWN_TILES), slots(own_descs[1], OWN_TILES))
+    met = (slots(met_descs[0], STAGES), slots(met_descs[1], STAGES))
+    rows = (slots(row_descs[0], LINES), slots(row_descs[1], LINES))
     caps = met[0]
     if HAS_KEEP and not KEYS:
-        caps = ring_tiles(caps_desc, STAGES)
+        caps = slots(caps_desc, STAGES)
     # One more for copies that are not ready when they have landed.
     own_full, own_empty = ring_barriers(A_BUFFERS + (1 if HAS_KEEP and KEYS else 0)), ring_barriers(A_BUFFERS)
     met_full, met_empty = ring_barriers(STAGES + (1 if HAS_KEEP and not KEYS else 0)), ring_barriers(STAGES)
@@ -283,11 +278,11 @@ def launch(
     start_ring(met_full, met_empty, STAGES, 2)
     bias, bias_full, bias_empty, ds_tiles = met[0], met_full, met_empty, met[0]
     if HAS_BIAS:
-        bias = ring_tiles(bias_desc, 2 * BIAS_STAGES)
+        bias = slots(bias_desc, 2 * BIAS_STAGES)
         bias_full, bias_empty = ring_barriers(BIAS_STAGES), ring_barriers(BIAS_STAGES)
         start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
     if STORE_DS:
-        ds_tiles = ring_tiles(ds_desc, 4)  # two for each warpgroup
+        ds_tiles = slots(ds_desc, 4)  # two for each warpgroup
     fence_async_shared()
     bars = (own_full, own_empty, met_full, met_empty, bias_full, bias_empty)
     gl.warp_specialize(

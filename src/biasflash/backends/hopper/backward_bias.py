@@ -13,7 +13,6 @@ Operands change with every pair, so that reading them from the L2 cache sets the
 128 x 128 reads 4 bytes a score, one of 128 x 256 3 bytes.
 """
 
-from biasflash.backends.hopper.backward_step import widen
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
@@ -27,27 +26,19 @@ from biasflash.backends.hopper.owner_tiles import (
     place_tile,
     seen_pair,
     split_index,
+    store_partial,
     visible,
 )
+from biasflash.backends.hopper.pieces import NEG_INF, added, repeated, replaced, slots, widen
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_full
+from biasflash.tile.softmax import LOG2E
 
-LOG2E = gl.constexpr(1.4426950408889634)
-NEG_INF = gl.constexpr(float("-inf"))
 # A sum up to LARGE is right whatever its factor: where the factor is below SMALLEST and flushes to zero, the product
 # is below 2^-36.
 LARGE = gl.constexpr(2.0**90)
 SMALLEST = gl.constexpr(2.0**-126)
 FINITE = gl.constexpr(3.4028234663852886e38)
 SHARED_MEMORY = gl.constexpr(232448)  # bytes of one program
-
-
-@jit
-def with_entry(entries, i: gl.constexpr, x, COUNT: gl.constexpr):
-    """A tuple with entry ``i`` replaced."""
-    out = (x if i == 0 else entries[0],)
-    for c in gl.static_range(1, COUNT):
-        out = out + (x if i == c else entries[c],)  # noqa: RUF005
-    return out
 
 
 @jit
@@ -76,19 +67,9 @@ def bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N: gl.constexpr, CHUNKS_N
 
 
 @jit
-def slots(desc, COUNT: gl.constexpr):
-    """COUNT buffers for the boxes of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@jit
-def own_rows(tiles, slot, w: gl.constexpr, D_BLOCK: gl.constexpr, IN_REGISTERS: gl.constexpr, S: gl.constexpr):
+def own_rows(tiles, slot, w: gl.constexpr, D_BLOCK: gl.constexpr):
     """One warpgroup's rows [64, D_BLOCK] of q or dout, the left operand of a product."""
-    rows = tiles.index(slot).reshape([BLOCK_M, D_BLOCK]).slice(w * HALF_M, HALF_M, dim=0)
-    if IN_REGISTERS:
-        return rows.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=2))
-    else:
-        return rows
+    return tiles.index(slot).reshape([BLOCK_M, D_BLOCK]).slice(w * HALF_M, HALF_M, dim=0)
 
 
 @jit
@@ -147,8 +128,8 @@ def add_pair(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOC
     slot = used % STAGES
     wait_full(full, used, STAGES)
     lift, delta = statistics(buffers, slot, top, w, S)
-    q = own_rows(buffers[0], slot, w, D_BLOCK, False, S)
-    dout = own_rows(buffers[1], slot, w, DV_BLOCK, False, S)
+    q = own_rows(buffers[0], slot, w, D_BLOCK)
+    dout = own_rows(buffers[1], slot, w, DV_BLOCK)
     for c in gl.static_range(CHUNKS_N):
         part = used * PARTS + c // EACH
         key_slot = slot if PARTS == 1 else part % KEY_STAGES
@@ -176,14 +157,14 @@ def add_pair(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOC
             hand_back(empty, used, STAGES)
         if not EARLY and not HAS_KEEP:
             p = weights(s, unit, lift, limit, False)
-        acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
+        acc = replaced(acc, c, acc[c] + p * (dp - delta[:, None]))
     return acc
 
 
 @jit
 def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D_BLOCK: gl.constexpr,
                   DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr,
-                  IN_REGISTERS: gl.constexpr, HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
+                  HAS_KEEP: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """``add_pair`` where the next chunk's products go out before this one is touched.
 
     None is in flight at the end, or ptxas would serialise them all.
@@ -192,17 +173,14 @@ def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D
     KEYS: gl.constexpr = BLOCK_N * CHUNKS_N
     slot = used % STAGES
     wait_full(full, used, STAGES)
-    q = own_rows(buffers[0], slot, w, D_BLOCK, IN_REGISTERS, S)
-    dout = own_rows(buffers[1], slot, w, DV_BLOCK, IN_REGISTERS, S)
+    q = own_rows(buffers[0], slot, w, D_BLOCK)
+    dout = own_rows(buffers[1], slot, w, DV_BLOCK)
     s, dp = issue(q, dout, buffers, slot, 0, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
     lift, delta = statistics(buffers, slot, top, w, S)
     for c in gl.static_range(CHUNKS_N):
         if c + 1 < CHUNKS_N:
             s_next, dp_next = issue(q, dout, buffers, slot, (c + 1) * BLOCK_N, D_BLOCK, DV_BLOCK, BLOCK_N, KEYS, S)
-        if IN_REGISTERS:
-            s, dp, lift, delta, q, dout = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta, q, dout))
-        else:
-            s, dp, lift, delta = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta))
+        s, dp, lift, delta = mma_wait(2 if c + 1 < CHUNKS_N else 0, deps=(s, dp, lift, delta))
         limit = lift
         if HAS_KEEP:
             limit = caps_of(caps, slot, c * BLOCK_N, BLOCK_N, KEYS, 1, S)
@@ -212,7 +190,7 @@ def add_pair_deep(acc, top, used, unit, caps, buffers, rings, w: gl.constexpr, D
         if HAS_KEEP and c + 1 == CHUNKS_N:
             dp, p = mma_wait(0, deps=(dp, p))  # long over: the weights, and so their limits, are in registers
             hand_back(empty, used, STAGES)
-        acc = with_entry(acc, c, acc[c] + p * (dp - delta[:, None]), CHUNKS_N)
+        acc = replaced(acc, c, acc[c] + p * (dp - delta[:, None]))
         if c + 1 < CHUNKS_N:
             s, dp = s_next, dp_next
     return acc
@@ -238,7 +216,7 @@ def check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N: gl.constex
             counts = seen & (bias * LOG2E != NEG_INF)
             limit = gl.where(gl.exp2(bias * LOG2E - top[:, None]) < SMALLEST, LARGE, FINITE)
             worst = gl.maximum(worst, gl.max((counts & ((gl.abs(acc[c]) <= limit) == 0)).to(gl.int32), 1))
-            acc = with_entry(acc, c, gl.where(counts, acc[c], 0.0), CHUNKS_N)
+            acc = replaced(acc, c, gl.where(counts, acc[c], 0.0))
         flag = gl.max(worst, 0).to(gl.float32)
     return acc, flag
 
@@ -247,8 +225,7 @@ def check_sums(acc, tile, top, row, col0, M, N, shift, edge, BLOCK_N: gl.constex
 def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK: gl.constexpr,
               DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, STAGES: gl.constexpr,
               KEY_STAGES: gl.constexpr, PARTS: gl.constexpr, BIAS_SLOTS: gl.constexpr, DEEP: gl.constexpr,
-              ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr,
-              HAS_KEEP: gl.constexpr):  # fmt: skip
+              OWNS: gl.constexpr, SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_KEEP: gl.constexpr):  # fmt: skip
     """Consumer warpgroup ``w``: the 64 queries from ``64 w`` on of every tile."""
     BLOCK: gl.constexpr = BLOCK_N * CHUNKS_N
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -272,15 +249,13 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, uni
         boxed = bias_tiles.index(met % BIAS_SLOTS * 2 + w)
         tile = boxed.reshape([HALF_M, BLOCK])
         wait_full(bias_full, met, BIAS_SLOTS)
-        acc = ()
-        for _c in gl.static_range(CHUNKS_N):
-            acc = acc + (gl.zeros([HALF_M, BLOCK_N], gl.float32, S),)  # noqa: RUF005
+        acc = repeated(gl.zeros([HALF_M, BLOCK_N], gl.float32, S), CHUNKS_N)
         if count > 0:
             top = bias_top(tile, row, col0, M, N, shift, edge, BLOCK_N, CHUNKS_N, S, IS_CAUSAL)
-            if DEEP % 2 == 1:
+            if DEEP == 1:
                 for _i in range(count):
                     acc = add_pair_deep(acc, top, used, unit, buffers[7], buffers, rings, w, D_BLOCK, DV_BLOCK, BLOCK_N,
-                                        CHUNKS_N, STAGES, DEEP == 3, HAS_KEEP, S)  # fmt: skip
+                                        CHUNKS_N, STAGES, HAS_KEEP, S)  # fmt: skip
                     used += 1
             elif HAS_KEEP and PARTS > 1:
                 item = first
@@ -301,14 +276,10 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, mask, uni
             for c in gl.static_range(CHUNKS_N):
                 # Only a hidden entry is above the row's maximum; its sum is 0 and must not meet an infinite factor.
                 factor = gl.exp2(gl.minimum(bias_chunk(tile, c, BLOCK_N, S) * LOG2E - top[:, None], 0.0))
-                acc = with_entry(acc, c, acc[c] * factor, CHUNKS_N)
+                acc = replaced(acc, c, acc[c] * factor)
         for c in gl.static_range(CHUNKS_N):
             if SPLIT:
-                col = col0 + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-                line = (plane.to(gl.int64) * M + row) * N
-                inside = (row < M)[:, None] & (col < N)[None, :]
-                to = partial_ptr + (line[:, None] + col[None, :])
-                gl.store(to, acc[c].to(partial_ptr.dtype.element_ty), mask=inside)
+                store_partial(partial_ptr, acc[c], plane, row, col0 + c * BLOCK_N, M, N, BLOCK_N, S)
             else:
                 tile.slice(c * BLOCK_N, BLOCK_N, dim=1).store(acc[c].to(bias_tiles.dtype))
         if not SPLIT:
@@ -330,7 +301,7 @@ def dbias_kernel(
     q_moves, dout_moves, k_moves, v_moves, bias_moves, n0, n1, items, M, N, heads, group, owners, shared, chunk, shift,
     scale, caps_pitch, line_0, line_1,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
-    STAGES: gl.constexpr, DEEP: gl.constexpr, ROWS: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, DEEP: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
     IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_KEEP: gl.constexpr,
 ):  # fmt: skip
@@ -342,8 +313,8 @@ def dbias_kernel(
     of these that holds whole chunks; bias and dbias [64, columns], statistics [1, 128]. HAS_KEEP: a mask of keys, see
     ``marks``; ``caps`` are then its lines, as many columns as k has rows.
 
-    DEEP: 0 nothing overlaps within a warpgroup; 1 products of the next chunk of keys are under way, 3 these with q and
-    dout in registers; 2 exponentials run under the product ``dout v'``. Keys in parts: 0 or 2. ROWS is 1.
+    DEEP: 0 nothing overlaps within a warpgroup; 1 products of the next chunk of keys are under way; 2 exponentials run
+    under the product ``dout v'``. Keys in parts: 0 or 2.
 
     Items: tiles x owners x chunks, a chunk being ``chunk`` shared indices. Grid: any, items are taken in strides.
     One chunk: writes dbias. SPLIT: sums of chunks ``partial_ptr[chunk, owner, M, N]``, in its dtype. Both: float32
@@ -351,7 +322,7 @@ def dbias_kernel(
     comes after reads them all.
     """
     PARTS: gl.constexpr = BLOCK_N * CHUNKS_N // k_desc.block_type.shape[3]
-    gl.static_assert(CHUNKS_N % PARTS == 0 and (PARTS == 1 or DEEP % 2 == 0) and ROWS == 1)
+    gl.static_assert(CHUNKS_N % PARTS == 0 and (PARTS == 1 or DEEP != 1))
     rows_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * delta_desc.block_type.nbytes
     row_bytes: gl.constexpr = rows_bytes + (caps_desc.block_type.nbytes if HAS_KEEP and PARTS == 1 else 0)
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
@@ -368,7 +339,7 @@ def dbias_kernel(
     caps = buffers[6]
     if HAS_KEEP and PARTS == 1:
         caps = slots(caps_desc, STAGES)
-    buffers = buffers + (caps,)  # noqa: RUF005
+    buffers = added(buffers, caps)
     # One more for copies that are not ready when they have landed.
     FULL: gl.constexpr = STAGES + (1 if HAS_KEEP and PARTS == 1 else 0)
     KEYS_FULL: gl.constexpr = KEY_STAGES + (1 if HAS_KEEP and PARTS > 1 else 0)
@@ -389,9 +360,9 @@ def dbias_kernel(
     unit = scale * LOG2E
     gl.warp_specialize([
         (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
+                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
         (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, mask, unit, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N,
-                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, ROWS, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
+                     STAGES, KEY_STAGES, PARTS, BIAS_SLOTS, DEEP, OWNS, SPLIT, IS_CAUSAL, HAS_KEEP)),
         (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, mask, BLOCK_N * CHUNKS_N, DV_BLOCK, STAGES,
                          KEY_STAGES, PARTS, BIAS_SLOTS, OWNS, IS_CAUSAL, HAS_KEEP)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

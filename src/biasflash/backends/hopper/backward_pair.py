@@ -10,20 +10,13 @@ position is made -inf in the resident bias tile, once an item: the loop over pai
 shared memory, where a warp of its own adds, rounds and sends them. Every sum has one order: runs agree in every bit.
 """
 
-from biasflash.backends.hopper.backward_bias import (
-    LOG2E,
-    NEG_INF,
-    pairs_of,
-    slots,
-    split_index,
-    visible,
-    widen,
-    with_entry,
-)
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier, store_wait, tma_load, tma_store
 from biasflash.backends.hopper.gluon import warpgroup_mma as mma
 from biasflash.backends.hopper.gluon import warpgroup_mma_wait as mma_wait
+from biasflash.backends.hopper.owner_tiles import pairs_of, split_index, store_partial, visible
+from biasflash.backends.hopper.pieces import NEG_INF, repeated, replaced, slots, widen
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
+from biasflash.tile.softmax import LOG2E
 
 ROWS_M = gl.constexpr(64)  # queries of a tile
 STEP = gl.constexpr(8)  # rows of dq that the sending warp adds at a time: the period of the swizzle
@@ -83,12 +76,11 @@ def give_dq(w: gl.constexpr, dq, use, buffers, rings, STAGES: gl.constexpr):
 @jit
 def run_pairs(w: gl.constexpr, acc, used, scale, buffers, rings, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr,
               BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
-              ROWS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr, S: gl.constexpr):  # fmt: skip
+              ROWS: gl.constexpr, LEFT: gl.constexpr, S: gl.constexpr):  # fmt: skip
     """ROWS pairs of the ring, ``used`` being the first: dq of each, and ``acc`` (one tile a key chunk) with their dS.
 
     A step is a key chunk. Its dP runs under its exponentials, the next step's S under the rest of its arithmetic, and
-    its dq is waited for two steps later. PIN: a wait that never blocks, as ptxas moves the one for dP up above most of
-    the exponentials.
+    its dq is waited for two steps later.
     """
     q_tiles, dout_tiles, k_tiles, v_tiles, bias_tiles, reference_rows, delta_rows, _ = buffers
     X: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_BLOCK, 16])
@@ -129,8 +121,6 @@ def run_pairs(w: gl.constexpr, acc, used, scale, buffers, rings, D_BLOCK: gl.con
                 q = left(q_tiles, slot, D_BLOCK, LEFT, S)
                 k = key_chunk(k_tiles, keys, 0, D_BLOCK, BLOCK_N, BOX).permute((1, 0))
                 s = mma(q, k, zero, use_acc=False, is_async=True)
-            if PIN:
-                wait_full(rings[0], used + x, STAGES)
             if x + c == 0:
                 dp = mma_wait(1 if c + 1 < CHUNKS_N or x + 1 < ROWS else 0, deps=(dp,))
             elif x == 0 or c > 0:
@@ -140,7 +130,7 @@ def run_pairs(w: gl.constexpr, acc, used, scale, buffers, rings, D_BLOCK: gl.con
             if x > 0 and c == 0:
                 give_dq(w, dq, used + x - 1, buffers, rings, STAGES)
             g = p * (dp - delta)
-            acc = with_entry(acc, c, acc[c] + g, CHUNKS_N)
+            acc = replaced(acc, c, acc[c] + g)
             if x + c > 0:
                 before = ds
             ds = gl.convert_layout(g.to(q_tiles.dtype), P)
@@ -231,8 +221,8 @@ def send_dq(dq_desc, dq_moves, buffers, rings, sizes, scale, D_BLOCK: gl.constex
 @jit
 def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, scale, D_BLOCK: gl.constexpr,
               DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr, BOX: gl.constexpr,
-              STAGES: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr, OWNS: gl.constexpr,
-              SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr):  # fmt: skip
+              STAGES: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
+              IS_CAUSAL: gl.constexpr):  # fmt: skip
     """Computing warpgroup ``w``: keys ``[w, w + 1) * BLOCK_N * CHUNKS_N``."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     HALF_N: gl.constexpr = BLOCK_N * CHUNKS_N
@@ -255,26 +245,19 @@ def add_tiles(w: gl.constexpr, outs, buffers, rings, bias_bars, sizes, scale, D_
                 seen = visible(row, w * HALF_N + c * BLOCK_N, M, N, shift, BLOCK_N, S, IS_CAUSAL)
                 entries = bias_slice(tiles, w, c, BLOCK_N, CHUNKS_N, BOX)
                 entries.store(gl.where(seen, widen(entries.load(S)), NEG_INF).to(tiles.dtype))
-        zero = gl.zeros([ROWS_M, BLOCK_N], gl.float32, S)
-        acc = (zero,)
-        for _ in gl.static_range(1, CHUNKS_N):
-            acc = acc + (zero,)  # noqa: RUF005
+        acc = repeated(gl.zeros([ROWS_M, BLOCK_N], gl.float32, S), CHUNKS_N)
         for _ in range(count // ROWS):
             acc = run_pairs(w, acc, used, scale, buffers, rings, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX, STAGES,
-                            ROWS, LEFT, PIN, S)  # fmt: skip
+                            ROWS, LEFT, S)  # fmt: skip
             used += ROWS
         if ROWS > 1:
             for _ in range(count % ROWS):
                 acc = run_pairs(w, acc, used, scale, buffers, rings, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX, STAGES,
-                                1, LEFT, PIN, S)  # fmt: skip
+                                1, LEFT, S)  # fmt: skip
                 used += 1
         for c in gl.static_range(CHUNKS_N):
             if SPLIT:
-                col = w * HALF_N + c * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-                line = (plane.to(gl.int64) * M + row) * N
-                inside = (row < M)[:, None] & (col < N)[None, :]
-                to = partial_ptr + (line[:, None] + col[None, :])
-                gl.store(to, acc[c].to(partial_ptr.dtype.element_ty), mask=inside)
+                store_partial(partial_ptr, acc[c], plane, row, w * HALF_N + c * BLOCK_N, M, N, BLOCK_N, S)
             else:
                 bias_slice(tiles, w, c, BLOCK_N, CHUNKS_N, BOX).store(acc[c].to(tiles.dtype))
         fence_async_shared()  # the tile was written here, by dbias or by -inf, and a copy is next
@@ -293,8 +276,8 @@ def dq_dbias_kernel(
     q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dbias_desc, dq_desc, partial_ptr,
     q_moves, dout_moves, k_moves, v_moves, bias_moves, dq_moves, n0, n1, items, M, N, heads, group, owners, shared,
     chunk, shift, scale, D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS_N: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr, PIN: gl.constexpr, OWNS: gl.constexpr,
-    SPLIT: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr, OWNS: gl.constexpr, SPLIT: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dS K and dbias = sum of dS over the pairs (batch item, head) that share it; N <= 2 BLOCK_N CHUNKS_N.
 
@@ -335,9 +318,9 @@ def dq_dbias_kernel(
     sizes = (items, M, N, n1, heads, group, owners, shared, chunk, shift)
     gl.warp_specialize([
         (add_tiles, (0, outs, buffers, rings, bias_bars, sizes, scale, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX,
-                     STAGES, ROWS, LEFT, PIN, OWNS, SPLIT, IS_CAUSAL)),
+                     STAGES, ROWS, LEFT, OWNS, SPLIT, IS_CAUSAL)),
         (add_tiles, (1, outs, buffers, rings, bias_bars, sizes, scale, D_BLOCK, DV_BLOCK, BLOCK_N, CHUNKS_N, BOX,
-                     STAGES, ROWS, LEFT, PIN, OWNS, SPLIT, IS_CAUSAL)),
+                     STAGES, ROWS, LEFT, OWNS, SPLIT, IS_CAUSAL)),
         (copy_operands, (descs, moves, buffers, rings, bias_bars, sizes, BOX, BOXES, STAGES, OWNS)),
         (send_dq, (dq_desc, dq_moves, buffers, rings, sizes, scale, D_BLOCK, STAGES, OWNS)),
     ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

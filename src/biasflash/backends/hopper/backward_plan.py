@@ -149,7 +149,9 @@ class HopperBackward(BackwardPlan):
             return None
         if self._mask is not None:  # two kernels skip hidden keys; in one pass their turn must be taken all the same
             return None
-        facts = self.ops.has_dense, bool(self.stored), p.causal_shift is not None
+        if self.stored:  # score gradients are stored, and read back for dq
+            return None
+        facts = self.ops.has_dense, p.causal_shift is not None
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
 
     @cached_property
@@ -264,7 +266,6 @@ class HopperBackward(BackwardPlan):
         widths = {"k": wide, "v": wide_v, "q": wide, "dout": wide_v, "dk": wide, "dv": wide_v, "dq": wide}
         boxes = {name: boxed(ops, name, 64, width) for name, width in widths.items()}
         boxes["bias"] = bias_boxed(ops, 64, 64) if ops.has_dense else boxes["q"]
-        boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", 64, 64) if self.stored else boxes["bias"]
         lines, programs_of_heads = p.batch_size * p.Hkv, min(p.batch_size * p.Hkv, ops.device.multiprocessors)
         items = lines if tile.resident else triton.cdiv(p.N, 128) * lines
         rows_of_sum = programs_of_heads * (p.Hq // p.Hkv) if tile.resident else self.heads
@@ -283,7 +284,6 @@ class HopperBackward(BackwardPlan):
             "BIAS_STAGES": tile.bias_stages,
             "DS_SLOTS": tile.ds_slots,
             "DQ_SLOTS": tile.dq_slots,
-            "STORE_DS": bool(self.stored),
             "RESIDENT": tile.resident,
             "IN_REGISTERS": tile.in_registers,
             "DK_FIRST": tile.dk_first,
@@ -320,7 +320,7 @@ class HopperBackward(BackwardPlan):
         items = triton.cdiv(p.M, 128) * triton.cdiv(p.N, tile.columns) * part.owners * part.chunks
         given = self._owner_arguments(i, part, items, 128, tile.columns // tile.parts, tile.columns)
         given |= {"BLOCK_N": tile.block_n, "CHUNKS_N": tile.chunks_n, "STAGES": tile.stages, "DEEP": tile.deep}
-        given |= {"flag_ptr": Slot(f"overflow{i}"), "ROWS": 1}
+        given |= {"flag_ptr": Slot(f"overflow{i}")}
         launch = record(self.ops, backward_bias.dbias_kernel, given, tile)
         flags = self.scratch[f"overflow{i}"] = 2 * launch.grid
         yield launch
@@ -336,7 +336,7 @@ class HopperBackward(BackwardPlan):
         given = self._owner_arguments(i, part, items, 64, tile.box, tile.box)
         dq = boxed(self.ops, "dq", 64, config.padded(p.D))
         given |= {"dq_desc": dq.box, "dq_moves": dq.moves, "BLOCK_N": tile.block_n, "CHUNKS_N": tile.chunks_n}
-        given |= {"STAGES": tile.stages, "ROWS": tile.rows, "LEFT": tile.left, "PIN": tile.pin}
+        given |= {"STAGES": tile.stages, "ROWS": tile.rows, "LEFT": tile.left}
         yield record(self.ops, backward_pair.dq_dbias_kernel, given, tile)
         if self.rare:
             yield self._again(self._owner(i, part, REDO=True))

@@ -5,7 +5,7 @@ copies tiles in, another one adds float32 dQ tiles to device memory, always in t
 bit from run to run.
 """
 
-from biasflash.backends.hopper.backward import load_pair, ring_tiles, store_rows
+from biasflash.backends.hopper.backward import load_pair, store_rows
 from biasflash.backends.hopper.backward_single_step import (
     form,
     line_of,
@@ -28,10 +28,11 @@ from biasflash.backends.hopper.gluon import (
     tma_load,
     tma_store,
 )
+from biasflash.backends.hopper.pieces import slots
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 
 NUMBERS = ["inner", "items", "M", "N", "heads", "group", "batch", "shift"]
-MOVES = ["k_moves", "v_moves", "q_moves", "dout_moves", "bias_moves", "ds_moves", "dk_moves", "dv_moves", "dq_moves"]
+MOVES = ["k_moves", "v_moves", "q_moves", "dout_moves", "bias_moves", "dk_moves", "dv_moves", "dq_moves"]
 
 
 @jit
@@ -78,51 +79,25 @@ def produce(
 
 
 @jit
-def store_ds(ds_desc, place, row, own_row, tile_0, tile_1):
-    """dS of one query tile and both warpgroups' keys to the bias gradient."""
-    tma_store(ds_desc, [place[0], place[1], place[2], row, own_row], tile_0)
-    tma_store(ds_desc, [place[0], place[1], place[2], row, own_row + 64], tile_1)
-
-
-@jit
-def add(sum_desc, turn_ptr, ds_desc, ds_moves, ds_tiles, dq_tiles, blank, bars, numbers, FORM: gl.constexpr):
-    """The adding warp: dQ pieces to the float32 buffer, score gradients to the bias gradient.
+def add(sum_desc, turn_ptr, dq_tiles, bars, numbers, FORM: gl.constexpr):
+    """The adding warp: dQ pieces to the float32 buffer.
 
     A piece is added when its turn has come: the key tiles before have added to these queries. The first key tile meets
     all queries, and stores. RESIDENT: this program alone adds to its buffer, and only has to see a key tile's pieces
     written before the next one's.
     """
-    ds_full, ds_empty, dq_full, dq_empty, done = bars
-    inner, _, M, N, heads, group, _, _ = numbers
+    dq_full, dq_empty, done = bars
+    _, _, M, N, heads, group, _, _ = numbers
     per_line = gl.cdiv(M, FORM.ROUND)
-    if FORM.STORE_DS and FORM.IS_CAUSAL:
-        nothing = gl.zeros([FORM.BLOCK, 64], blank.dtype, gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
-        blank.index(0).reshape([FORM.BLOCK, 64]).store(nothing)
-        fence_async_shared()
     use = 0
     for n in range(units_of(numbers, FORM)):
         tile, h, b, own_row, first, rounds, _ = unit(n, numbers, FORM)
-        b0 = b // inner
-        b1 = b - b0 * inner
         for member in range(group):
             head = h * group + member
             line = line_of(b, head, member, heads, group, FORM)
-            place = at(b0, b1, head, 0, 0, ds_moves)
-            if FORM.STORE_DS and FORM.IS_CAUSAL:  # queries that see none of these keys
-                for row in range(0, first * FORM.ROUND, FORM.BLOCK):
-                    store_ds(ds_desc, place, row, own_row, blank.index(0), blank.index(0))
             for j in range(rounds):
                 number = first + rounds - 1 - j
                 row = number * FORM.ROUND
-                if FORM.STORE_DS:
-                    for u in gl.static_range(FORM.TILES):
-                        i = use * FORM.TILES + u
-                        wait_full(ds_full, i, FORM.DS_SLOTS)
-                        slot = i % FORM.DS_SLOTS * 2
-                        ds_row = row + u * FORM.BLOCK
-                        store_ds(ds_desc, place, ds_row, own_row, ds_tiles.index(slot), ds_tiles.index(slot + 1))
-                        store_wait(0)
-                        hand_back(ds_empty, i, FORM.DS_SLOTS)
                 if not FORM.RESIDENT:
                     wait_turn(turn_ptr + line * per_line + number, tile)
                 for w in gl.static_range(2):
@@ -222,20 +197,21 @@ def consume(
 
 @jit(do_not_specialize=NUMBERS + MOVES)
 def dqkv_kernel(
-    k_desc, v_desc, q_desc, dout_desc, bias_desc, reference_desc, delta_desc, ds_desc, dk_desc, dv_desc, dq_desc,
+    k_desc, v_desc, q_desc, dout_desc, bias_desc, reference_desc, delta_desc, dk_desc, dv_desc, dq_desc,
     sum_desc, sum_ptr, turn_ptr,
-    k_moves, v_moves, q_moves, dout_moves, bias_moves, ds_moves, dk_moves, dv_moves, dq_moves,
-    inner, items, M, N, heads, group, batch, shift, scale,
+    # scale here: items, M and what follows begin at whole 8 bytes, and load in twos
+    k_moves, v_moves, q_moves, dout_moves, bias_moves, scale, dk_moves, dv_moves, dq_moves,
+    inner, items, M, N, heads, group, batch, shift,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, TILES: gl.constexpr, A_BUFFERS: gl.constexpr,
     STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, DS_SLOTS: gl.constexpr, DQ_SLOTS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr, STORE_DS: gl.constexpr, RESIDENT: gl.constexpr,
-    IN_REGISTERS: gl.constexpr, DK_FIRST: gl.constexpr, ORDER: gl.constexpr,
+    HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr, RESIDENT: gl.constexpr, IN_REGISTERS: gl.constexpr,
+    DK_FIRST: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dv = P^T dO, dk = scale dS^T Q and the sums dS K; STORE_DS: also dS, the gradient of a bias of full shape.
+    """dv = P^T dO, dk = scale dS^T Q and the sums dS K.
 
     Descriptors are ``(b0, b1, head, row, column)``, with boxes 64 x D_BLOCK (k, q, dk, dq), 64 x DV_BLOCK (v, dout, dv)
-    and 64 x 64 (bias, ds), but ``(b heads + h, row)`` in float32, box 1 x 64, for reference and delta, and ``(line, M,
+    and 64 x 64 (bias), but ``(b heads + h, row)`` in float32, box 1 x 64, for reference and delta, and ``(line, M,
     D_BLOCK)`` in float32 for sum: box 1 x 64 x D_BLOCK, half as wide with TILES = 1. Nothing has to be in sum.
 
     RESIDENT: items are batch x key heads, a program adds all of an item's key tiles to its own ``group`` lines of
@@ -247,14 +223,14 @@ def dqkv_kernel(
     the device all at once, which another kernel can prevent.
     """
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_M, TILES, A_BUFFERS, STAGES, BIAS_STAGES, DS_SLOTS, DQ_SLOTS,
-                              HAS_BIAS, IS_CAUSAL, STORE_DS, RESIDENT, IN_REGISTERS, DK_FIRST, ORDER)  # fmt: skip
+                              HAS_BIAS, IS_CAUSAL, RESIDENT, IN_REGISTERS, DK_FIRST, ORDER)  # fmt: skip
     gl.static_assert(TILES <= 2 and TILES <= STAGES and TILES <= DS_SLOTS and DS_SLOTS % TILES == 0)
     gl.static_assert(DQ_SLOTS % 2 == 0 and BLOCK_M == 64 and (TILES == 2 or not RESIDENT))
-    own = (ring_tiles(k_desc, 2 * A_BUFFERS), ring_tiles(v_desc, 2 * A_BUFFERS))
-    met = (ring_tiles(q_desc, STAGES), ring_tiles(dout_desc, STAGES))
-    rows = (ring_tiles(reference_desc, STAGES), ring_tiles(delta_desc, STAGES))
+    own = (slots(k_desc, 2 * A_BUFFERS), slots(v_desc, 2 * A_BUFFERS))
+    met = (slots(q_desc, STAGES), slots(dout_desc, STAGES))
+    rows = (slots(reference_desc, STAGES), slots(delta_desc, STAGES))
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2 * DS_SLOTS, 1, 1, 1, BLOCK_M, 64], FORM.DS)
-    dq_tiles = ring_tiles(sum_desc, DQ_SLOTS)
+    dq_tiles = slots(sum_desc, DQ_SLOTS)
     own_full, own_empty = ring_barriers(A_BUFFERS), ring_barriers(A_BUFFERS)
     met_full, met_empty = ring_barriers(STAGES), ring_barriers(STAGES)
     ds_full, ds_empty = ring_barriers(DS_SLOTS), ring_barriers(DS_SLOTS)
@@ -263,17 +239,15 @@ def dqkv_kernel(
     start_ring(own_full, own_empty, A_BUFFERS, 2)
     start_ring(met_full, met_empty, STAGES, 2)
     start_ring(dq_full, dq_empty, DQ_SLOTS, 1)
-    for i in gl.static_range(DS_SLOTS):  # both warpgroups fill; whoever makes a dQ of it and the storing warp hand back
+    for i in gl.static_range(DS_SLOTS):  # both warpgroups fill; whoever makes a dQ of it hands back
         mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=(1 if TILES == 2 else 2) + (1 if STORE_DS else 0))
+        mbarrier.init(ds_empty.index(i), count=1 if TILES == 2 else 2)
     mbarrier.init(done, count=1)
-    bias, bias_full, bias_empty, blank = met[0], met_full, met_empty, ds_tiles
+    bias, bias_full, bias_empty = met[0], met_full, met_empty
     if HAS_BIAS:
-        bias = ring_tiles(bias_desc, 2 * BIAS_STAGES)
+        bias = slots(bias_desc, 2 * BIAS_STAGES)
         bias_full, bias_empty = ring_barriers(BIAS_STAGES), ring_barriers(BIAS_STAGES)
         start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
-    if STORE_DS and IS_CAUSAL:
-        blank = ring_tiles(ds_desc, 1)
     fence_async_shared()
     numbers = (inner, items, M, N, heads, group, batch, shift)
     out_descs, out_moves = (dk_desc, dv_desc, dq_desc), (dk_moves, dv_moves, dq_moves)
@@ -288,8 +262,7 @@ def dqkv_kernel(
             (produce, ((k_desc, v_desc), (k_moves, v_moves), (q_desc, dout_desc), (q_moves, dout_moves), bias_desc,
                        bias_moves, (reference_desc, delta_desc), own, met, bias, rows,
                        (own_full, own_empty, met_full, met_empty, bias_full, bias_empty), numbers, FORM)),
-            (add, (sum_desc, turn_ptr, ds_desc, ds_moves, ds_tiles, dq_tiles, blank,
-                   (ds_full, ds_empty, dq_full, dq_empty, done), numbers, FORM)),
+            (add, (sum_desc, turn_ptr, dq_tiles, (dq_full, dq_empty, done), numbers, FORM)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],

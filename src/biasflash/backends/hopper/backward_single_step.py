@@ -12,8 +12,9 @@ from typing import Any
 
 from triton import constexpr_function
 
-from biasflash.backends.hopper.backward_step import OWN, added, widen
+from biasflash.backends.hopper.backward_step import OWN
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, warpgroup_mma, warpgroup_mma_wait
+from biasflash.backends.hopper.pieces import NEG_INF, added, widen
 from biasflash.backends.hopper.pipeline import hand_back, wait_empty, wait_full
 from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import query_span
@@ -22,7 +23,7 @@ L2_SHARE = gl.constexpr(1 << 25)  # bytes of queries and their gradients that pr
 
 NAMES = [
     "D", "DV", "BLOCK", "TILES", "A_BUFFERS", "STAGES", "BIAS_STAGES", "DS_SLOTS", "DQ_SLOTS", "HAS_BIAS", "IS_CAUSAL",
-    "STORE_DS", "RESIDENT", "IN_REGISTERS", "DK_FIRST", "ORDER", "ROUND", "COLUMNS", "S", "K_OWN", "P_K", "P_V", "DK",
+    "RESIDENT", "IN_REGISTERS", "DK_FIRST", "ORDER", "ROUND", "COLUMNS", "S", "K_OWN", "P_K", "P_V", "DK",
     "DV_ROWS", "DQ", "DS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
@@ -243,7 +244,7 @@ def weights(
         if FORM.IS_CAUSAL:
             last = row + shift + gl.arange(0, FORM.BLOCK, layout=gl.SliceLayout(0, FORM.S))
             seen = seen & (key[:, None] <= last[None, :])
-        y = gl.where(seen, y, float("-inf"))
+        y = gl.where(seen, y, NEG_INF)
     return gl.exp2(y)
 
 

@@ -24,6 +24,7 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from biasflash.backends.hopper.marks import last_key_of
+from biasflash.backends.hopper.pieces import NEG_INF, added, replaced, widen
 from biasflash.backends.hopper.pipeline import hand_back, wait_full
 from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import key_span, query_span
@@ -85,37 +86,6 @@ def work_item(
         masked = tiles - full_end // BLOCK
         start = (tiles - 1) * BLOCK
     return h, b * ROWS, own, start, tiles, masked
-
-
-@jit
-def added(values, value):
-    """The tuple ``values`` and one entry more."""
-    return values + (value,)  # noqa: RUF005 - what the compiler takes
-
-
-@jit
-def widen(tile):
-    """16-bit floats -> float32. The two bfloat16 of a word are a shift and a mask away: one instruction each."""
-    if tile.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16;\n\tand.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r",
-            [tile],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return tile.to(gl.float32)
-
-
-@jit
-def replaced(values, i: gl.constexpr, value):
-    """The tuple ``values`` with entry ``i`` replaced."""
-    out = ()
-    for c in gl.static_range(len(values)):
-        out = added(out, value if c == i else values[c])
-    return out
 
 
 @jit
@@ -207,13 +177,13 @@ def run_round(
             column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, S))
             if KEYS:
                 column = column + (met_row + u // ROWS * BLOCK + shift)
-                y = gl.where(row[:, None] <= column[None, :], y, float("-inf"))
+                y = gl.where(row[:, None] <= column[None, :], y, NEG_INF)
             else:
                 column = column + (met_row - u // ROWS * BLOCK)
                 seen = (column < N)[None, :]
                 if IS_CAUSAL:
                     seen = seen & (column[None, :] <= (row + shift)[:, None])
-                y = gl.where(seen, y, float("-inf"))
+                y = gl.where(seen, y, NEG_INF)
         if HAS_KEEP:
             if KEYS:
                 limit = limits[u % ROWS][:, None]

@@ -30,6 +30,7 @@ from biasflash.backends.hopper.backward_wide_step import (
 )
 from biasflash.backends.hopper.deal import deal, first_lot, following
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, warpgroup_mma_wait
+from biasflash.backends.hopper.pieces import slots
 from biasflash.backends.hopper.pipeline import hand_back, ring_barriers, start_ring, wait_empty, wait_full
 from biasflash.tile.softmax import LOG2E
 
@@ -203,7 +204,7 @@ def wide_dkdv_kernel(
     own = (piece_ring(k_desc, FORM.OWN_1, 1), piece_ring(v_desc, FORM.OWN_2, 1))
     met = (piece_ring(q_desc, FORM.FIRST, 2), piece_ring(dout_desc, FORM.SECOND, 2))
     row_descs = (reference_desc, delta_desc)
-    rows = statistics_tiles(row_descs, FORM.FIRST.LINES)
+    rows = (slots(reference_desc, FORM.FIRST.LINES), slots(delta_desc, FORM.FIRST.LINES))
     # a row of 64 is eight chunks of 32 bytes: exchanged by row, threads of a quarter warp meet in no bank
     layout: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0])
     p_tile = gl.allocate_shared_memory(gl.float32, [64, 64], layout)
@@ -318,16 +319,6 @@ def sum_dq(
         lot, turn = following(lot, turn, dealt, extent, FORM)
 
 
-@jit
-def statistics_tiles(row_descs, LINES: gl.constexpr):
-    """Shared memory for row statistics of LINES tiles."""
-    line: gl.constexpr = [LINES] + row_descs[0].block_type.shape  # noqa: RUF005
-    return (
-        gl.allocate_shared_memory(gl.float32, line, row_descs[0].layout),
-        gl.allocate_shared_memory(gl.float32, line, row_descs[1].layout),
-    )
-
-
 @jit(do_not_specialize=NUMBERS + DQ_MOVES)
 def wide_dq_kernel(
     q_desc, dout_desc, k_desc, v_desc, reference_desc, delta_desc, dq_desc,
@@ -349,7 +340,7 @@ def wide_dq_kernel(
     )
     met = (piece_ring(k_desc, FORM.FIRST, 2), piece_ring(v_desc, FORM.SECOND, 2))
     row_descs = (reference_desc, delta_desc)
-    rows = (statistics_tiles(row_descs, 1), statistics_tiles(row_descs, 1))
+    rows = ((slots(reference_desc, 1), slots(delta_desc, 1)), (slots(reference_desc, 1), slots(delta_desc, 1)))
     fence_async_shared()
     numbers = (inner, items, M, N, heads, group, batch, shift)
     descs = (q_desc, dout_desc, k_desc, v_desc)

@@ -9,7 +9,6 @@ from typing import Any
 
 from triton import constexpr_function
 
-from biasflash.backends.hopper.backward_step import added
 from biasflash.backends.hopper.deal import locate
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
@@ -22,6 +21,7 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from biasflash.backends.hopper.pieces import NEG_INF, added, slots
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 from biasflash.tile.span import key_span, query_span
 
@@ -93,8 +93,7 @@ def own_queries(lot, turn, dealt, extent, numbers, FORM: gl.constexpr):
 @jit
 def piece_ring(desc, SIDE: gl.constexpr, READERS: gl.constexpr):
     """(pieces, full, empty) of a ring; a fence must follow."""
-    shape: gl.constexpr = [SIDE.SLOTS * SIDE.GROUP] + desc.block_type.shape  # noqa: RUF005
-    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    tiles = slots(desc, SIDE.SLOTS * SIDE.GROUP)
     full, empty = ring_barriers(SIDE.SLOTS), ring_barriers(SIDE.SLOTS)
     start_ring(full, empty, SIDE.SLOTS, READERS)
     return tiles, full, empty
@@ -202,7 +201,7 @@ def weights(s, reference, unit, seen, hides, FORM: gl.constexpr):
     """exp2 of scores over their reference, 0 where ``hides`` and not ``seen``."""
     y = s * unit - reference
     if hides:
-        y = gl.where(seen, y, float("-inf"))
+        y = gl.where(seen, y, NEG_INF)
     return gl.exp2(y)
 
 

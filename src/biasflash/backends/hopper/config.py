@@ -123,7 +123,6 @@ class SingleTile:
     in_registers: bool
     dk_first: bool
     why: str
-    stores: bool = False
     is_causal: bool = False
 
     def __str__(self) -> str:
@@ -142,7 +141,6 @@ class PairTile:
     stages: int
     rows: int
     left: bool
-    pin: bool
     why: str
 
     @property
@@ -206,9 +204,7 @@ def _single(width: int, counts: tuple[int, ...], why: str, early: bool = False, 
 
 
 def _pair(width: int, chunks_n: int, box: int, stages: int, rows: int, left: bool, why: str) -> PairTile:
-    return PairTile(
-        width=width, block_n=32, chunks_n=chunks_n, box=box, stages=stages, rows=rows, left=left, pin=False, why=why
-    )
+    return PairTile(width=width, block_n=32, chunks_n=chunks_n, box=box, stages=stages, rows=rows, left=left, why=why)
 
 
 def _backward(
@@ -338,12 +334,10 @@ SINGLE: tuple[SingleTile, ...] = (
 )
 
 
-def single_tile(width: int, keys: int, lines: int, has_bias: bool, stores: bool, is_causal: bool) -> SingleTile | None:
-    """``lines``: batch items times key heads; ``stores``: score gradients are stored."""
+def single_tile(width: int, keys: int, lines: int, has_bias: bool, is_causal: bool) -> SingleTile | None:
+    """``lines``: batch items times key heads."""
     for tile in SINGLE:
-        if width > tile.width or has_bias != tile.has_bias or stores != tile.stores:
-            continue
-        if tile.is_causal != is_causal:
+        if width > tile.width or has_bias != tile.has_bias or is_causal != tile.is_causal:
             continue
         if not tile.resident or (LEAST_RESIDENT_KEYS < keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES):
             return tile

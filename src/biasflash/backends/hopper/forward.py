@@ -15,15 +15,12 @@ from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.deal import deal, first_lot, following, locate
 from biasflash.backends.hopper.forward_copies import ROWS, copy_tiles
 from biasflash.backends.hopper.forward_parts import (
-    NEG_INF,
     cut,
     key_tiles,
     keys_of,
     rounded,
     row_unit,
-    slots,
     store_statistics,
-    widen,
 )
 from biasflash.backends.hopper.gluon import (
     fence_async_shared,
@@ -36,6 +33,7 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from biasflash.backends.hopper.marks import is_whole, line_of
+from biasflash.backends.hopper.pieces import NEG_INF, slots, widen
 from biasflash.tile.softmax import LOG2E
 
 NAMES = [

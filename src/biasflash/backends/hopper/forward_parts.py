@@ -2,36 +2,12 @@
 
 from biasflash.backends.hopper.gluon import gl, jit
 from biasflash.backends.hopper.marks import last_key, line_of
+from biasflash.backends.hopper.pieces import NEG_INF
 from biasflash.tile.softmax import LN2
 from biasflash.tile.span import key_span
 
-NEG_INF = gl.constexpr(float("-inf"))
 # From here on a float32 score is 64 at least from any other: weights are those of equals or nothing, in any unit.
 FAR = gl.constexpr(2.0**29)
-
-
-@jit
-def slots(desc, COUNT: gl.constexpr):
-    """Shared memory for COUNT boxes of a tensor."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@jit
-def replaced(entries, i: gl.constexpr, x, COUNT: gl.constexpr):
-    """The tuple with entry ``i`` replaced."""
-    new = (x if i == 0 else entries[0],)
-    for c in gl.static_range(1, COUNT):
-        new = new + (x if i == c else entries[c],)  # noqa: RUF005
-    return new
-
-
-@jit
-def repeated(x, COUNT: gl.constexpr):
-    """COUNT times the same value."""
-    entries = (x,)
-    for _ in gl.static_range(1, COUNT):
-        entries = entries + (x,)  # noqa: RUF005
-    return entries
 
 
 @jit
@@ -55,16 +31,6 @@ def cut(x, caps_tiles, u, FORM: gl.constexpr):
     """-inf for hidden keys of the ``u``-th tile, whatever ``x`` is there."""
     caps = caps_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N]).load(gl.SliceLayout(0, FORM.SCORES))
     return gl.minimum(x, caps[None, :])
-
-
-@jit
-def widen(x):
-    """To float32; bfloat16 two at a time: the halves of a word are one shift and one mask away."""
-    if x.dtype == gl.bfloat16:
-        halves: gl.constexpr = "shl.b32 $0, $2, 16;\n\tand.b32 $1, $2, 0xffff0000;"
-        return gl.inline_asm_elementwise(halves, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
-    else:
-        return x.to(gl.float32)
 
 
 @jit

@@ -96,7 +96,7 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
     }
     if isinstance(tile, config.SharedTile):
         kernel = forward_shared.shared_forward_kernel
-        given |= {"ROWS": tile.rows, "TILES": 1, "Q_BUFFERS": tile.q_buffers, "AHEAD": tile.ahead}
+        given |= {"ROWS": tile.rows, "Q_BUFFERS": tile.q_buffers, "AHEAD": tile.ahead}
         given |= {"FIXED": tile.fixed, "flag_ptr": Slot("redo" if tile.fixed else "lse")}
     else:
         kernel = forward.forward_kernel

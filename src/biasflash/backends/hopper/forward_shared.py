@@ -17,17 +17,12 @@ from triton import constexpr_function
 
 from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.forward_parts import (
-    NEG_INF,
     cut,
     key_tiles,
     keys_of,
-    repeated,
-    replaced,
     rounded,
     row_unit,
-    slots,
     store_statistics,
-    widen,
 )
 from biasflash.backends.hopper.forward_shared_copies import are_whole, copy_tiles, locate, widest
 from biasflash.backends.hopper.gluon import (
@@ -40,6 +35,7 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from biasflash.backends.hopper.pieces import NEG_INF, repeated, replaced, slots, widen
 from biasflash.tile.softmax import LOG2E
 
 # FIXED: sums to be believed. Weights below 2**-126 are lost, 2**-62 of the least sum. The largest has a reciprocal;
@@ -132,7 +128,7 @@ def first_reference(s, bias, m, scale, caps_tiles, u, FORM: gl.constexpr):
     x = s * scale + bias
     if FORM.HAS_KEEP:
         x = cut(x, caps_tiles, u, FORM)
-    return replaced(m, 0, gl.maximum(gl.max(x, 1), 0.0), FORM.ROWS)
+    return replaced(m, 0, gl.maximum(gl.max(x, 1), 0.0))
 
 
 @jit
@@ -176,7 +172,7 @@ def key_tile(w: gl.constexpr, s, out, m, l, spot, scale, buffers, rings, CUTS: g
             unit = row_unit(top, gl.full_like(top, LOG2E), FORM)
             reference = gl.where(top == NEG_INF, 0.0, rounded(top, unit))
             alpha = gl.exp2(rounded(m[g], unit) - reference)
-            m = replaced(m, g, top, FORM.ROWS)
+            m = replaced(m, g, top)
         if g == 0 and (j == 0) & (done > 0):  # the output of the item before lies where its queries were
             store_wait(0)
             ring.hand_back(q_empty, done - 1, FORM.Q_BUFFERS)
@@ -184,15 +180,15 @@ def key_tile(w: gl.constexpr, s, out, m, l, spot, scale, buffers, rings, CUTS: g
         ring.wait_full_if(kv_full, u + FORM.REACH, (g + FORM.REACH < FORM.ROWS) | ~last | more, FORM.KV_STAGES)
         if g > 0:
             o, p = warpgroup_mma_wait(FORM.REACH - 1, deps=(out[g - 1], p))
-            out = replaced(out, g - 1, o, FORM.ROWS)
+            out = replaced(out, g - 1, o)
             ring.hand_back(kv_empty, u - 1, FORM.KV_STAGES)
         if FORM.FIXED:
             weights = gl.exp2(y)
-            l = replaced(l, g, l[g] + lane_sums(weights, FORM.BLOCK_N), FORM.ROWS)
+            l = replaced(l, g, l[g] + lane_sums(weights, FORM.BLOCK_N))
         else:
             weights = gl.exp2(x * unit[:, None] - reference[:, None])
             fade = gl.convert_layout(alpha, gl.SliceLayout(1, l[g].type.layout))
-            l = replaced(l, g, l[g] * fade[:, None] + lane_sums(weights, FORM.BLOCK_N), FORM.ROWS)
+            l = replaced(l, g, l[g] * fade[:, None] + lane_sums(weights, FORM.BLOCK_N))
         p = gl.convert_layout(weights.to(q_tiles.dtype), gl.DotOperandLayout(0, FORM.OUT, 2))
         if not FORM.AHEAD:
             s_next = score_next(w, g, q_tiles, k_tiles, q_full, done, u, last, more, FORM)
@@ -204,7 +200,7 @@ def key_tile(w: gl.constexpr, s, out, m, l, spot, scale, buffers, rings, CUTS: g
         if g + 1 == FORM.ROWS:
             o, p, s_next = warpgroup_mma_wait(0, deps=(o, p, s_next))
             ring.hand_back(kv_empty, u, FORM.KV_STAGES)
-        out = replaced(out, g, o, FORM.ROWS)
+        out = replaced(out, g, o)
         if g == (0 if KEEP else FORM.ROWS - 1):  # all of the tile has gone into weights whose product was issued
             ring.hand_back(bias_empty, uses, FORM.BIAS_STAGES)
         s = s_next
@@ -314,7 +310,7 @@ def shared_forward_kernel(
     q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr, flag_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
     caps_desc, caps_ptr, spans_ptr, caps_pitch, line_0, line_1,
-    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+    D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     Q_BUFFERS: gl.constexpr, KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
     AHEAD: gl.constexpr, FIXED: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
     HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -334,7 +330,6 @@ def shared_forward_kernel(
     gl.static_assert(not FIXED or q_desc.dtype == gl.bfloat16, "float16 weights do not reach as far as float32")
     gl.static_assert(not FIXED or ROWS <= 4, "a byte for each item's flag")
     gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")
-    gl.static_assert(TILES == 1, "a round is one key tile: the scores of the next are issued in it anyway")
     gl.static_assert(Q_BUFFERS >= 2 and BIAS_STAGES >= 2, "the next item's first scores are issued within this one")
     gl.static_assert(KV_STAGES >= 4 or not AHEAD, "a unit waits for keys two ahead before it hands back the one before")
     gl.static_assert(KV_STAGES >= 3, "a unit waits for the next keys before it hands back those of the one before")

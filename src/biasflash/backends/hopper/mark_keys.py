@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-MARK = tl.constexpr(64)
+MARK = tl.constexpr(64)  # keys that one code is about
 
 
 @triton.jit(do_not_specialize=["mask_b0", "mask_b1", "mask_n", "lines_1", "N", "pitch"])

@@ -8,8 +8,7 @@ copying warp, before it hands a tile with hidden keys over.
 """
 
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier
-
-MARK = gl.constexpr(64)  # keys that one code is about
+from biasflash.backends.hopper.mark_keys import MARK
 
 
 @jit

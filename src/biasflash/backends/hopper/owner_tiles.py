@@ -131,6 +131,16 @@ def visible(row, start, M, N, shift, BLOCK_N: gl.constexpr, S: gl.constexpr, IS_
 
 
 @jit
+def store_partial(partial_ptr, sums, plane, row, start, M, N, BLOCK_N: gl.constexpr, S: gl.constexpr):
+    """Write a chunk of sums, whose columns begin with ``start``, to ``partial_ptr[plane, M, N]``."""
+    col = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    line = (plane.to(gl.int64) * M + row) * N
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    to = partial_ptr + (line[:, None] + col[None, :])
+    gl.store(to, sums.to(partial_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
 def copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, row0, col0, sizes, mask,
               BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
               PARTS: gl.constexpr, HAS_KEEP: gl.constexpr):  # fmt: skip
