@@ -65,13 +65,13 @@ def _tile(
 #: rings has the products idle for a fifth of the time. Score products of 64 columns read as many bytes of shared memory
 #: as it delivers meanwhile; with the left operand in registers they read half of that.
 WIDE: tuple[WideTile, ...] = (
-    _tile("dkdv", (192, 128), 64, (3, 3, 2, 3), (3, 2), "no product is filled up with zeros", own_slots=2),
+    _tile("dkdv", (192, 128), 64, (3, 3, 2, 3), (3, 2), "2 x 16 heads of 4k, causal: 0.521 ms", own_slots=2),
     _tile("dkdv", (192, 192), 64, (3, 3, 3, 3), (3, 3), "no product is filled up with zeros"),
     _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (0, 0), "operands in registers spill", is_causal=True),
-    _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (1, 0), "226 KB, no spills"),
-    _tile("dq", (192, 128), 64, (3, 3, 2, 3), (2, 0), "no product is filled up with zeros"),
+    _tile("dkdv", (256, 256), 128, (1, 5, 1, 4), (1, 0), "2 x 16 heads of 4k: 1.63 ms"),
+    _tile("dq", (192, 128), 64, (3, 3, 2, 3), (2, 0), "2 x 16 heads of 4k, causal: 0.372 ms"),
     _tile("dq", (192, 192), 64, (3, 3, 3, 2), (2, 0), "no product is filled up with zeros"),
-    _tile("dq", (256, 256), 128, (1, 4, 1, 2), (0, 0), "226 KB, no spills"),
+    _tile("dq", (256, 256), 128, (1, 4, 1, 2), (0, 0), "2 x 16 heads of 4k: 1.11 ms"),
 )
 
 
