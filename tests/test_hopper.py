@@ -206,6 +206,7 @@ def compiled_cases() -> Iterator[object]:
 SPILLS = {
     ("dq_dbias_kernel", 8, False): 12,  # 512 x 4 heads of 512: 0.483 ms, without spills 0.524
     ("dqkv_kernel", 1, False): 6,  # 2 x 16 heads of 4k, D 128: 1.44 ms, two kernels without take 1.47
+    ("wide_dkdv_kernel", None, False): 1,  # causal, D 256: one word of 424 instructions
     ("dq_kernel", 1, True): 4,  # a mask of keys, two items x 128 x 128: two words of 1170 instructions
 }
 
