@@ -595,8 +595,8 @@ def test_a_shared_bias_in_other_rows_is_copied_first(p: Problem, other: dict[str
 @pytest.mark.parametrize(
     ("p", "words"),
     [
-        (problem(biases=FULL, N=1004), "a copy of it would be large"),  # as large as the scores
-        (problem(batch=(64,), M=4100, N=4100, biases=SHARED), "a copy of it would be large"),  # 269 MB
+        (problem(biases=FULL, N=1004), "too large to copy, or shared by too few"),  # as large as the scores
+        (problem(batch=(64,), M=4100, N=4100, biases=SHARED), "too large to copy, or shared by too few"),  # 269 MB
     ],
 )
 def test_a_large_bias_is_not_copied(p: Problem, words: str) -> None:

@@ -54,3 +54,7 @@ def _build() -> Any:
 
 
 app = _build()
+
+
+if __name__ == "__main__":
+    app()

@@ -51,7 +51,8 @@ def to_problem(problem: Problem) -> list[str]:
         if t.dtype != p.dtype:
             found.append(f"a {short(t.dtype)} bias beside {short(p.dtype)} queries; its kernels take equal dtypes")
         if p.N % 8 and not may_copy(p, t):
-            found.append(f"{p.N} keys; bulk copies of a bias need a multiple of 8, and a copy of it would be large")
+            why = "too large to copy, or shared by too few"
+            found.append(f"{p.N} keys; bulk copies of a bias need a multiple of 8, and this one is {why}")
     if not dense and p.scale <= 0:
         found.append(f"scale {p.scale} without a bias; its kernels take positive ones")
     return found
