@@ -395,3 +395,12 @@ def test_the_factor_may_be_an_argument_of_the_graph() -> None:
     for wrong in (float("inf"), float("-inf"), float("nan")):
         with pytest.raises(Exception, match="scale must be finite"):
             compiled(q, q, q, scale=wrong)
+
+
+def test_a_term_of_batch_and_keys_is_told_how_to_broadcast() -> None:
+    q, k = torch.zeros(2, 48, 4, 8), torch.zeros(2, 64, 4, 8)
+    for term, kind in ((torch.zeros(2, 64), "bias"), (torch.ones(2, 64, dtype=torch.bool), "mask")):
+        with pytest.raises(ValueError, match=rf"for a \(B, N\) key {kind} write {kind}\[:, None, None, :\]"):
+            biasflash.attention(q, k, k, **{kind: term})
+    with pytest.raises(ValueError, match=r"axis M is 2, wanted 1 or 48$"):
+        biasflash.attention(q, k, k, torch.zeros(2, 1))

@@ -324,8 +324,9 @@ def check_term(name: str, term: Tensor, q: Tensor, keys: int, door: Door = ATTEN
             hint = ""
             if len(batch) == 1 and term.dim() == 3 and axis == "Hq":
                 hint = f"; for one {name} per batch item insert a head axis: {name}[:, None]"
-            elif len(batch) == 1 and term.dim() == 2 and term.dtype == torch.bool:
-                hint = f"; for a (B, N) key mask write {name}[:, None, None, :]"
+            elif len(batch) == 1 and term.dim() == 2 and (term.dtype == torch.bool or term.shape == (*batch, keys)):
+                kind = "mask" if term.dtype == torch.bool else "bias"
+                hint = f"; for a (B, N) key {kind} write {name}[:, None, None, :]"
             raise ValueError(f"{text}: axis {axis} is {size}, wanted 1 or {wanted}{hint}")
 
 
