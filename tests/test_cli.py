@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,16 @@ class JobThatFails(check_command._Job):
             reference.forward = real
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobThatHangs(check_command._Job):
+    """The case ``causal`` never ends, as a kernel that waits for what nobody sends."""
+
+    def run(self) -> Result:
+        if self.case == "causal":
+            time.sleep(600)
+        return super().run()
+
+
 FIVE = ("--cases", "plain,causal,cross,bias-1hmn,one-key", "--dtypes", "fp32", "--backend", "reference")
 
 
@@ -293,6 +304,12 @@ def test_a_fault_that_kills_the_device_is_one_failure(tmp_path: Path, monkeypatc
 def test_a_process_that_dies_among_others_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = check_five(tmp_path, monkeypatch, 2, JobThatEndsItsProcess)
     assert results["causal"]["message"] == "the process that ran it died with exit code 9"
+
+
+def test_a_case_that_hangs_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_command, "PATIENCE", 30.0)  # starting a process is part of it
+    results = check_five(tmp_path, monkeypatch, 2, JobThatHangs)
+    assert results["causal"]["message"] == "no result after 30 s; the process was ended"
 
 
 def test_other_failures_keep_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

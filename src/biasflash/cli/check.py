@@ -30,6 +30,8 @@ from biasflash.testing.conformance import Result, objections, run_case
 from biasflash.testing.refusals import REFUSALS, RefusalError, provoke
 
 CHECKED_DTYPES = ("fp16", "bf16", "fp32")
+#: seconds after which a case in a process of its own counts as hung; the slowest compiles for half a minute
+PATIENCE = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class _Worker:
         theirs.close()
 
     def start(self, job: _Job) -> None:
-        self.job, self.turn = job, self.turn + 1
+        self.job, self.turn, self.started = job, self.turn + 1, time.monotonic()
         with contextlib.suppress(OSError):  # it is dead, which finish() finds out
             self.connection.send(job)
 
@@ -96,6 +98,15 @@ class _Worker:
             self.process.join()
             why = f"the process that ran it died with exit code {self.process.exitcode}"
             result = replace(self.job.without_running("failed", why), device_lost=True)
+        return replace(result, process=self.number, turn=self.turn)
+
+    def is_hung(self) -> bool:
+        return time.monotonic() - self.started > PATIENCE
+
+    def give_up(self) -> Result:
+        """The failure of a job that does not end: a kernel that waits for ever, most likely."""
+        why = f"no result after {PATIENCE:g} s; the process was ended"
+        result = replace(self.job.without_running("failed", why), device_lost=True)
         return replace(result, process=self.number, turn=self.turn)
 
     def end(self, patience: float = 0.0) -> None:
@@ -116,9 +127,11 @@ def _spread(jobs: Sequence[_Job], processes: int, numbers: Iterator[int]) -> Ite
                 worker = idle.pop() if idle else _Worker(next(numbers), 1 if processes > 1 else None)
                 busy[worker.connection] = worker
                 worker.start(waiting.popleft())
-            for connection in wait([worker.connection for worker in busy.values()]):
+            ready = wait([worker.connection for worker in busy.values()], timeout=1.0)
+            hung = [worker.connection for worker in busy.values() if worker.is_hung()]
+            for connection in dict.fromkeys([*ready, *hung]):
                 worker = busy.pop(connection)
-                result = worker.finish()
+                result = worker.finish() if connection in ready else worker.give_up()
                 if result.device_lost:
                     worker.end()
                 else:
