@@ -13,29 +13,17 @@ import torch
 pytest.importorskip("triton", reason="only Triton compiles kernels")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 import triton
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 
 from biasflash.backends.backend import Gradients
 from biasflash.backends.hopper import operands
 from biasflash.backends.hopper.operands import Box, DescriptorLaunch
 from biasflash.backends.triton import launch as portable
 from biasflash.backends.triton.operands import Launch, Slot
-from biasflash.testing.hopper_offline import TARGET
+from biasflash.testing.hopper_offline import packed
 from biasflash.testing.offline import meta_tensors
 from test_hopper import SHARED, own, planned, problem
 
 driver = importlib.import_module("triton.backends.nvidia.driver")
-
-
-def signature_of(launched: DescriptorLaunch, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What Triton calls the types of the arguments, as it would at the first call."""
-    kernel, options = launched.kernel, launched.options(capped=False)
-    backend: Any = make_backend(TARGET)
-    bind: Any = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialised, _ = bind(*launched.values(tensors), **options)
-    _, signature, _, _ = kernel._pack_args(backend, options, bound, specialised, options)
-    return dict(signature)
 
 
 class Launcher:
@@ -73,7 +61,7 @@ def ready(name: str) -> tuple[DescriptorLaunch, list[tuple[Any, ...]], dict[str,
     recipe = planned(p)[0]["backward" if name != "shared_forward" else "forward"]
     launched, tensors = own(recipe, name), meta_tensors(p, recipe)
     seen: list[tuple[Any, ...]] = []
-    launcher = Launcher(signature_of(launched, tensors), seen)
+    launcher = Launcher(packed(launched, tensors)[1], seen)
     launched._compiled = SimpleNamespace(run=launcher, function="function", packed_metadata="metadata")
     return launched, seen, {slot: 4096 * (i + 1) for i, slot in enumerate(tensors)}
 

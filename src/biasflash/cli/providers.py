@@ -129,12 +129,12 @@ def _heads_first(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 # -------------------------------------------------------------------------------------------------------------- ours
 
 
-def prepare_biasflash(call: Call) -> Attend:
+def prepare_biasflash(call: Call, backend: str | None = None) -> Attend:
     q, k, v, bias, mask = call.q, call.k, call.v, call.bias or None, call.mask or None
     causal, scale = call.causal, call.scale
 
     def attend() -> Tensor:
-        out = biasflash.attention(q, k, v, bias, mask, causal=causal, scale=scale)
+        out = biasflash.attention(q, k, v, bias, mask, causal=causal, scale=scale, backend=backend)
         assert isinstance(out, Tensor)
         return out
 
@@ -143,18 +143,10 @@ def prepare_biasflash(call: Call) -> Attend:
 
 def prepare_portable(call: Call) -> Attend:
     """The backend ``triton`` where the library would take another one on this GPU."""
-    options: dict[str, Any] = {"causal": call.causal, "scale": call.scale}
     given = call.q, call.k, call.v, call.bias or None, call.mask or None
-    chosen = biasflash.explain(*given, **options).backend
-    if chosen == "triton":
+    if biasflash.explain(*given, causal=call.causal, scale=call.scale).backend == "triton":
         raise Refused(f"as {OURS}, which takes these kernels here")
-
-    def attend() -> Tensor:
-        out = biasflash.attention(*given, **options, backend="triton")
-        assert isinstance(out, Tensor)
-        return out
-
-    return attend
+    return prepare_biasflash(call, "triton")
 
 
 # ------------------------------------------------------------------------------------------------ torch's own, by name

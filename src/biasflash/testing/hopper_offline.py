@@ -39,16 +39,23 @@ class Loop:
         )
 
 
+def packed(launch: DescriptorLaunch, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, Any], Any, Any]:
+    """What Triton reads out of a launch's arguments: options, types by name, constants and attributes."""
+    kernel, options = launch.kernel, launch.options(capped=False)
+    backend: Any = make_backend(TARGET)
+    bind: Any = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialised, _ = bind(*launch.values(tensors), **options)
+    found: tuple[Any, dict[str, Any], Any, Any] = kernel._pack_args(backend, options, bound, specialised, options)
+    return found
+
+
 def compile_descriptor_launch(launch: DescriptorLaunch, tensors: Mapping[str, torch.Tensor]) -> Compiled:
     """Compile ``launch`` for an H200 the way a call on one would, descriptors included.
 
     ``tensors`` fills its slots and boxes; ``meta_tensors`` makes them. No driver is asked or replaced.
     """
-    kernel, options = launch.kernel, launch.options(capped=False)
-    backend: Any = make_backend(TARGET)
-    bind: Any = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialised, _ = bind(*launch.values(tensors), **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialised, options)
+    kernel = launch.kernel
+    parsed, signature, constants, attributes = packed(launch, tensors)
     beside: Any = inspect.getmodule(type(kernel))  # Gluon's sources have a class of their own, next to its kernels'
     source = beside.GluonASTSource(kernel, signature, constants, attributes)
     binary = triton.compile(source, target=TARGET, options=parsed.__dict__)

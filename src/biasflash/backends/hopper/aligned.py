@@ -10,7 +10,7 @@ import torch
 import triton
 
 from biasflash.backends.hopper.align_rows import align_rows_kernel
-from biasflash.backends.hopper.operands import MOST_BATCH_AXES, Box, Boxed, batch_of, boxed
+from biasflash.backends.hopper.operands import MOST_BATCH_AXES, Box, Boxed, batch_of, boxed, outer_steps
 from biasflash.backends.triton.operands import Launch, Operands, Slot
 from biasflash.problem import Problem, Term
 
@@ -92,12 +92,11 @@ def aligned_bias(ops: Operands) -> AlignedBias | None:
     view = ops.term_views[0]
     if view.vec == UNIT or 0 in view.strides[-2:]:
         return None
-    *batch, head, row, column = view.strides
-    steps = (*[0] * (MOST_BATCH_AXES - len(batch)), *batch, head)
+    steps = outer_steps(view)
     sizes = tuple(n if s else 1 for n, s in zip((*batch_of(ops), p.Hq), steps, strict=True))
     return AlignedBias(
         sizes=(sizes[0], sizes[1], sizes[2]),
-        strides=(*steps, row, column),
+        strides=(*steps, *view.strides[-2:]),
         M=p.M,
         N=p.N,
         dtype=p.terms[0].dtype,

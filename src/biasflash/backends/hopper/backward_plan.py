@@ -102,11 +102,11 @@ class HopperBackward(BackwardPlan):
     def _by_pointer(self) -> tuple[str, ...]:
         """Gradients of shared biases whose rows are not in steps of 16 bytes: their owners write element by element."""
         p, found = self.problem, []
-        for name in (f"grad{i}" for i in self.owned):
-            view = self.ops.views[name]
-            sizes = [n if s else 1 for n, s in zip((*self.ops.sizes, p.Hq), view.strides[:-2], strict=True)]
+        for i in self.owned:
+            view = self.ops.views[f"grad{i}"]
+            _, sizes = self._owned(i)
             if view.vec != 8 and list(view.strides) == geometry.contiguous_strides([*sizes, p.M, p.N]):
-                found.append(name)
+                found.append(f"grad{i}")
         return tuple(found)
 
     @cached_property

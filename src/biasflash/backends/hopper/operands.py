@@ -13,6 +13,7 @@ from torch import Tensor
 
 from biasflash.backends.hopper import config, mark_keys
 from biasflash.backends.hopper.gluon import TensorDescriptor, gl
+from biasflash.backends.triton.geometry import View
 from biasflash.backends.triton.operands import Launch, Operands, Slot
 
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -100,6 +101,13 @@ def batch_of(ops: Operands) -> tuple[int, int]:
     return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
+def outer_steps(view: View) -> tuple[int, int, int]:
+    """Strides along the axes b0, b1 and head, two batch axes at most."""
+    *batch, head, _row, _column = view.strides
+    b0, b1 = [0] * (MOST_BATCH_AXES - len(batch)) + batch
+    return b0, b1, head
+
+
 def items_share_bias(ops: Operands, count: int) -> bool:
     """Whether ``count`` neighbours along the last batch axis can stand around one tile of a bias that does not vary."""
     p = ops.problem
@@ -160,11 +168,10 @@ def key_mask(ops: Operands) -> KeyMask | None:
     """The mask of the call, if it has one."""
     for i, (term, view) in enumerate(zip(ops.problem.terms, ops.term_views, strict=True)):
         if term.kind == "keep":
-            *batch, _head, _row, key = view.strides
-            b0, b1 = [0] * (MOST_BATCH_AXES - len(batch)) + batch
+            b0, b1, _head = outer_steps(view)
             n0, n1 = batch_of(ops)
             sizes = n0 if b0 else 1, n1 if b1 else 1
-            return KeyMask(slot=f"bias{i}", strides=(b0, b1, key), sizes=sizes, keys=ops.problem.N)
+            return KeyMask(slot=f"bias{i}", strides=(b0, b1, view.strides[-1]), sizes=sizes, keys=ops.problem.N)
     return None
 
 
@@ -182,8 +189,8 @@ NO_MASK: dict[str, Any] = {
 def boxed(ops: Operands, name: str, rows: int, columns: int) -> Boxed:
     """The tensor ``name`` in blocks of ``rows`` x ``columns``; its view must have 16-byte rows (``View.vec``)."""
     p = ops.problem
-    *batch, head, row, _ = ops.views[name].strides
-    batch = [0] * (MOST_BATCH_AXES - len(batch)) + batch
+    view = ops.views[name]
+    steps, row = outer_steps(view), view.strides[-2]
     on_keys = name in ("k", "v", "dk", "dv")
     is_plane = name.startswith(("bias", "grad"))
     width = p.N if is_plane else p.D if name in ("q", "k", "dq", "dk") else p.Dv
@@ -191,7 +198,6 @@ def boxed(ops: Operands, name: str, rows: int, columns: int) -> Boxed:
     term = p.terms[int(name[4:])] if is_plane else None
     dtype = term.dtype if term else p.dtype
     unit = 16 // dtype.itemsize  # the engine wants a stride of whole 16 bytes even where it never moves
-    steps = (*batch, head)
     return Boxed(
         box=Box(
             slot=name,
@@ -250,10 +256,6 @@ class _Bare:
         return tuple(found)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, (Box, Slot))
-
-
 @dataclass(kw_only=True)
 class DescriptorLaunch(Launch):
     """A launch whose arguments may be ``Box``es; ``what`` is its tile in words."""
@@ -274,7 +276,8 @@ class DescriptorLaunch(Launch):
     @cached_property
     def _named(self) -> tuple[str, ...]:
         """What the launch takes an address of."""
-        return tuple(v.slot if isinstance(v, Box) else str(v) for v in self.arguments.values() if _is_tensor(v))
+        given = (v.slot if isinstance(v, Box) else v for v in self.arguments.values() if isinstance(v, (Box, Slot)))
+        return tuple(map(str, given))
 
     @cached_property
     def _bare(self) -> _Bare | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -235,15 +236,18 @@ class BackwardPlan:
         """Chunks that make four programs on each multiprocessor."""
         return -(-4 * self.ops.device.multiprocessors // programs)
 
+    def _owned(self, i: int) -> tuple[tuple[bool, ...], list[int]]:
+        """Which axes ``(*batch, heads)`` bias ``i`` varies along, and their sizes, 1 for the others."""
+        owns = tuple(stride != 0 for stride in self.ops.views[f"grad{i}"].strides[:-2])
+        axes = (*self.ops.sizes, self.problem.Hq)
+        return owns, [size if own else 1 for size, own in zip(axes, owns, strict=True)]
+
     def _share(self, i: int, block_m: int, block_n: int, wanted: Callable[[int, int], int]) -> Share:
         """How the pairs of (batch item, head) that share bias ``i`` are cut into chunks: ``wanted(programs without
         chunks, pairs)``, as far as there are pairs and the sums of chunks fit the scratch."""
         p = self.problem
-        axes = (*self.ops.sizes, p.Hq)
-        owns = tuple(stride != 0 for stride in self.ops.views[f"grad{i}"].strides[:-2])
-        owners = 1
-        for size, own in zip(axes, owns, strict=True):
-            owners *= size if own else 1
+        owns, sizes = self._owned(i)
+        owners = math.prod(sizes)
         shared, count = self.heads // owners, owners * p.M * p.N
         tiles = triton.cdiv(p.M, block_m) * triton.cdiv(p.N, block_n)
         most = min(shared, SCRATCH_BYTES // (4 * count))
@@ -251,7 +255,6 @@ class BackwardPlan:
         chunks = triton.cdiv(shared, chunk)
         if chunks > 1:
             self.scratch[f"partial{i}"] = chunks * count
-        sizes = [size if own else 1 for size, own in zip(axes, owns, strict=True)]
         view = geometry.view(geometry.contiguous_strides([*sizes, p.M, p.N]), 4, p.N, p.N % 8 == 0)
         return Share(owns=owns, owners=owners, shared=shared, chunk=chunk, chunks=chunks, count=count, view=view)
 
