@@ -492,6 +492,21 @@ def test_host_time_is_in_microseconds() -> None:
     assert took.runs == 3
 
 
+def test_every_call_settles_before_host_time_is_taken() -> None:
+    called = [0, 0]
+
+    def first() -> None:
+        called[0] += 1
+
+    def second() -> None:
+        called[1] += 1
+
+    start = time.perf_counter()
+    timing.settle([first, second], torch.device("cpu"), seconds=0.02)
+    assert time.perf_counter() - start >= 0.02
+    assert called[0] == called[1] > 1
+
+
 # ------------------------------------------------------------------------------------------------- figures of workloads
 
 #: (workload, forward, forward and backward): FLOP by hand, 2 (D + Dv) and 2 (3 D + 2 Dv) more per score

@@ -54,6 +54,7 @@ def problem(
     masks: Sequence[str] = (),
     causal: bool = False,
     trained: tuple[bool, bool, bool] = (True, True, True),
+    bias_trained: bool = True,
     scale: float | None = None,
 ) -> Problem:
     """Biases and masks are words of ``1`` and letters: a lower-case letter for each batch axis, then H, M, N."""
@@ -62,7 +63,7 @@ def problem(
     def term(kind: str, word: str, dtype: torch.dtype) -> Term:
         sizes = (*batch, Hq, M, N)
         shape = tuple(1 if letter == "1" else size for letter, size in zip(word, sizes, strict=True))
-        return Term(kind=kind, shape=shape, dtype=dtype, trainable=kind == "dense")
+        return Term(kind=kind, shape=shape, dtype=dtype, trainable=kind == "dense" and bias_trained)
 
     terms = [term("dense", word, bias_dtype or dtype) for word in biases]
     return Problem(
@@ -135,6 +136,7 @@ ASKED = [
     Asked("causal d64, queries alone", problem(causal=True, trained=(True, False, False)), ("dq",)),
     Asked("causal d64, keys and values alone", problem(causal=True, trained=(False, True, True)), ("dkdv",)),
     Asked("full bias d64", problem(biases=FULL), ("forward", "dkdv")),
+    Asked("fixed bias d64", problem(biases=FULL, bias_trained=False), ("dqkv",)),
     Asked("shared bias d64", problem(biases=SHARED), ("shared_forward", "dkdv", "dq", "dbias")),
     Asked("shared bias d64, half precision", problem(dtype=F16, biases=SHARED), ("shared_forward",)),
     Asked("two batch axes, bias of one d48", problem(batch=(2, 3), D=48, biases=("1bHMN",)), ("dq",)),
@@ -544,6 +546,28 @@ def test_a_call_without_a_bias_has_one_pass_back(D: int, round_of: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "one_pass"),
+    [
+        ({}, True),
+        ({"D": 32, "Dv": 24}, True),
+        ({"Hkv": 2}, True),
+        ({"D": 128}, False),
+        ({"causal": True}, False),
+        ({"biases": SHARED}, False),
+        ({"masks": KEYS}, False),
+        ({"trained": (True, False, False)}, False),
+        ({"bias_trained": True}, False),
+    ],
+    ids=str,
+)
+def test_a_fixed_bias_of_each_item_has_one_pass_back(more: dict[str, Any], one_pass: bool) -> None:
+    recipes, told = planned(problem(**{"biases": FULL, "bias_trained": False, **more}))
+    assert told == {"forward": [], "backward": []}
+    assert ("DQKV" in names(recipes["backward"])) == one_pass
+    assert ("DQ" in names(recipes["backward"]) or "dq_from_ds" in names(recipes["backward"])) != one_pass
+
+
+@pytest.mark.parametrize(
     ("batch", "word", "shared"),
     [((4,), "1HMN", True), ((2, 4), "b1HMN", True), ((2, 3), "b1HMN", False), ((4, 2), "1bHMN", False)],
     ids=str,
@@ -776,7 +800,7 @@ def test_every_tile_of_the_tables_can_be_chosen() -> None:
     assert forward - {None} == set(config.FORWARD)
     assert {config.shared_tile(w, *x) for w in widths for x in product(flags, repeat=2)} - {None} == set(config.SHARED)
     assert {config.pair_tile(w, n) for w in widths for n in range(64, 1025, 64)} - {None} == set(config.PAIR)
-    asked = product(widths, (512, 1024, 4096), (100, 1000), flags, flags)
+    asked = product(widths, (512, 1024, 4096), (100, 1000), flags, flags, flags)
     assert {config.single_tile(*x) for x in asked} - {None} == set(config.SINGLE)
     assert {config.owner_tile(w) for w in widths} - {None} == set(config.OWNER)
     backward = {

@@ -114,17 +114,18 @@ def host_section(device: torch.device) -> list[dict[str, Any]]:
     q = torch.randn(1, 64, 4, 64, device=device, dtype=dtype)
     bias = torch.randn(1, 4, 64, 64, device=device, dtype=dtype)
     heads_first = q.transpose(1, 2)
-    for call, plane in (("no bias", None), ("with a bias", bias)):
-
-        def ours(plane: torch.Tensor | None = plane) -> object:
-            return biasflash.attention(q, q, q, plane)
-
-        def torchs(plane: torch.Tensor | None = plane) -> object:
-            return torch.nn.functional.scaled_dot_product_attention(heads_first, heads_first, heads_first, plane)
-
-        for provider, work in ((OURS, ours), ("torch SDPA", torchs)):
-            with torch.no_grad():
-                took = timing.host_us(work, device, calls=200 if device.type == "cuda" else 20)
+    torchs = torch.nn.functional.scaled_dot_product_attention
+    works: dict[tuple[str, str], timing.Work] = {
+        ("no bias", OURS): lambda: biasflash.attention(q, q, q),
+        ("no bias", "torch SDPA"): lambda: torchs(heads_first, heads_first, heads_first),
+        ("with a bias", OURS): lambda: biasflash.attention(q, q, q, bias),
+        ("with a bias", "torch SDPA"): lambda: torchs(heads_first, heads_first, heads_first, bias),
+    }
+    with torch.no_grad():
+        if device.type == "cuda":
+            timing.settle(list(works.values()), device)
+        for (call, provider), work in works.items():
+            took = timing.host_us(work, device, calls=200 if device.type == "cuda" else 20)
             entries.append({"call": call, "provider": provider, "us": took.ms, "p20": took.p20, "p80": took.p80})
     return entries
 

@@ -18,6 +18,7 @@ def _keys(fill: str = "key padding", shape: str = "B11N") -> tuple[Mask, ...]:
 
 
 _FULL, _SHARED = (Bias(shape="BHMN"),), (Bias(shape="1HMN"),)
+_FIXED = (Bias(shape="BHMN", trained=False),)
 
 #: masks of keys, alone and beside a bias; ``poison``: NaN in hidden keys and values
 _KEYS: list[Case] = [
@@ -146,6 +147,10 @@ LONG: list[Case] = [
     _long("long-plain", "no length fills its tiles", M=333, N=257),
     _long("long-cross", "few queries, three key tiles", M=130, N=400, D=32),
     _long("long-grouped", "grouped heads with a bias for all items", H=6, Hkv=2, biases=(Bias(shape="1HMN"),)),
+    _long("long-fixed", "a fixed bias for each item", M=600, N=712, biases=_FIXED),
+    _long("long-fixed-32", "the same, narrow", M=300, N=520, D=32, biases=_FIXED, return_lse=True),
+    _long("long-fixed-grouped", "the same, grouped heads", H=4, Hkv=2, biases=_FIXED),
+    _long("long-fixed-inf", "-inf in a fixed bias", biases=(Bias(shape="BHMN", values="some -inf", trained=False),)),
     _long("long-grouped-full", "grouped heads, a bias for each item", H=4, Hkv=2, D=128, biases=(Bias(shape="BHMN"),)),
     _long("long-causal-more-keys", "queries at the end of a past", M=257, N=1000, D=128, causal=True),
     _long("long-causal-fewer-keys", "whole tiles see nothing", M=700, N=264, causal=True, return_lse=True),

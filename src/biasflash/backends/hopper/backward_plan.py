@@ -154,7 +154,8 @@ class HopperBackward(BackwardPlan):
             return None
         if self.stored:  # score gradients are stored, and read back for dq
             return None
-        facts = self.ops.has_dense, p.causal_shift is not None
+        is_shared = bool(self.owned) or items_share_bias(self.ops, 2)
+        facts = self.ops.has_dense, is_shared, p.causal_shift is not None
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
 
     @cached_property

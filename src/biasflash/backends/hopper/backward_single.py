@@ -226,6 +226,7 @@ def dqkv_kernel(
                               HAS_BIAS, IS_CAUSAL, RESIDENT, IN_REGISTERS, DK_FIRST, ORDER)  # fmt: skip
     gl.static_assert(TILES <= 2 and TILES <= STAGES and TILES <= DS_SLOTS and DS_SLOTS % TILES == 0)
     gl.static_assert(DQ_SLOTS % 2 == 0 and BLOCK_M == 64 and (TILES == 2 or not RESIDENT))
+    gl.static_assert(TILES == 2 or D_BLOCK == 128)  # half of 64 columns is no whole 128-byte row of keys: wrong sums
     own = (slots(k_desc, 2 * A_BUFFERS), slots(v_desc, 2 * A_BUFFERS))
     met = (slots(q_desc, STAGES), slots(dout_desc, STAGES))
     rows = (slots(reference_desc, STAGES), slots(delta_desc, STAGES))

@@ -112,7 +112,6 @@ class SingleTile:
     """
 
     width: int
-    has_bias: bool
     resident: bool
     tiles: int
     a_buffers: int
@@ -123,6 +122,7 @@ class SingleTile:
     in_registers: bool
     dk_first: bool
     why: str
+    has_bias: bool = False
     is_causal: bool = False
 
     def __str__(self) -> str:
@@ -180,15 +180,14 @@ def _shared(width: int, rows: int, block_n: int, kv: int, bias: int, ahead: bool
     )
 
 
-def _single(width: int, counts: tuple[int, ...], why: str, early: bool = False, causal: bool = False) -> SingleTile:
-    """Without a bias, in turns. ``counts``: tiles, buffers of what stays, stages, of a bias, slots of ds and of dq.
+def _single(width: int, counts: tuple[int, ...], why: str, early: bool = False, **more: bool) -> SingleTile:
+    """In turns. ``counts``: tiles, buffers of what stays, stages, of a bias, slots of ds and of dq.
 
     ``early``: operands that stay are kept in registers, and dk's product comes first.
     """
     tiles, a_buffers, stages, bias_stages, ds_slots, dq_slots = counts
     return SingleTile(
         width=width,
-        has_bias=False,
         resident=False,
         tiles=tiles,
         a_buffers=a_buffers,
@@ -198,8 +197,8 @@ def _single(width: int, counts: tuple[int, ...], why: str, early: bool = False, 
         dq_slots=dq_slots,
         in_registers=early,
         dk_first=early,
-        is_causal=causal,
         why=why,
+        **more,
     )
 
 
@@ -323,12 +322,13 @@ MOST_RESIDENT_KEYS = 1024
 LEAST_RESIDENT_KEYS = 512
 #: heads below which programs of whole heads leave too many of an H200's 132 multiprocessors idle in the last round
 LEAST_LINES = 512
-#: with a wider bias two kernels win: 16 x 12 heads of 1k: 0.396 ms, one pass 0.398; 768 x 4 heads of 768: 3.31, 3.46
+#: with a wider bias that items share two kernels win: 16 x 12 heads of 1k: 0.421 ms, one pass 0.438; with one whose
+#: gradient is stored too: 4 x 16 heads of 2k: 0.559, one pass that also stores 0.697; D 128, 16 heads of 4k: 0.634, 0.978
 SINGLE: tuple[SingleTile, ...] = (
     _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 2.85 ms, two kernels take 3.35", early=True),
-    _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 1.60 ms, two kernels take 1.76", early=True, causal=True),
+    _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 1.60 ms, two kernels take 1.76", early=True, is_causal=True),
     _single(128, (1, 1, 2, 1, 2, 2), "2 x 16 heads of 4k: 1.30 ms, two kernels take 1.40"),
-    _single(128, (1, 1, 2, 1, 2, 4), "1 x 16 heads of 16k: 4.93 ms, two kernels take 4.99", causal=True),
+    _single(128, (1, 1, 2, 1, 2, 4), "1 x 16 heads of 16k: 4.93 ms, two kernels take 4.99", is_causal=True),
     SingleTile(
         width=32,
         has_bias=True,
@@ -343,15 +343,26 @@ SINGLE: tuple[SingleTile, ...] = (
         dk_first=True,
         why="256 x 4 heads of 1k: 1.38 ms, two kernels take 1.41",
     ),
+    _single(
+        64,
+        (2, 1, 3, 2, 2, 4),
+        "4 x 16 heads of 2k, fixed bias: 0.532 ms, two kernels take 0.550; D 32: 0.435, 0.476",
+        early=True,
+        has_bias=True,
+    ),
 )
 
 
-def single_tile(width: int, keys: int, lines: int, has_bias: bool, is_causal: bool) -> SingleTile | None:
-    """``lines``: batch items times key heads."""
+def single_tile(
+    width: int, keys: int, lines: int, has_bias: bool, is_shared: bool, is_causal: bool
+) -> SingleTile | None:
+    """``lines``: batch items times key heads; ``is_shared``: a bias is (trained, or several items stand around it)."""
     for tile in SINGLE:
         if width > tile.width or has_bias != tile.has_bias or is_causal != tile.is_causal:
             continue
-        if not tile.resident or (LEAST_RESIDENT_KEYS < keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES):
+        if tile.resident and LEAST_RESIDENT_KEYS < keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES:
+            return tile
+        if not tile.resident and not is_shared:
             return tile
     return None
 
