@@ -323,7 +323,7 @@ LEAST_RESIDENT_KEYS = 512
 #: heads below which programs of whole heads leave too many of an H200's 132 multiprocessors idle in the last round
 LEAST_LINES = 512
 #: with a wider bias that items share two kernels win: 16 x 12 heads of 1k: 0.421 ms, one pass 0.438; with one whose
-#: gradient is stored too: 4 x 16 heads of 2k: 0.559, one pass that also stores 0.697; D 128, 16 heads of 4k: 0.634, 0.978
+#: gradient is stored too: 4 x 16 heads of 2k: 0.559, one that also stores 0.697; D 128, 16 heads of 4k: 0.634, 0.978
 SINGLE: tuple[SingleTile, ...] = (
     _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 2.85 ms, two kernels take 3.35", early=True),
     _single(64, (2, 1, 4, 1, 2, 4), "4 x 32 heads of 4k: 1.60 ms, two kernels take 1.76", early=True, is_causal=True),
