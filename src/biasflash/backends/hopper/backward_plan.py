@@ -27,6 +27,7 @@ from biasflash.backends.hopper.operands import (
     KeyMask,
     arguments_of,
     batch_of,
+    bias_bytes,
     boxed,
     common_arguments,
     items_share_bias,
@@ -34,6 +35,7 @@ from biasflash.backends.hopper.operands import (
     record,
     statistics,
     sums,
+    unit_of,
 )
 from biasflash.backends.triton import geometry
 from biasflash.backends.triton.backward_plan import BackwardPlan, Share
@@ -83,14 +85,19 @@ class HopperBackward(BackwardPlan):
         kernels = [name for name, runs in (("dkdv", self.runs_dkdv), ("dq", self.runs_dq)) if runs]
         found = [self._single or self._tile(name) for name in kernels]
         if self.owned and self._pair is None:
-            return all(found) and config.owner_tile(max(p.D, p.Dv)) is not None
+            return all(found) and self._owner_tile is not None
         return all(found)
 
     def _tile(self, kernel: str) -> config.BackwardTile | None:
         p, ops = self.problem, self.ops
         is_shared = items_share_bias(ops, 2)
         stores = kernel == "dkdv" and bool(self.stored)
-        return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores)
+        facts = is_shared and not stores, stores, bias_bytes(ops)
+        return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, *facts)
+
+    @property
+    def _owner_tile(self) -> config.OwnerTile | None:
+        return config.owner_tile(max(self.problem.D, self.problem.Dv), bias_bytes(self.ops))
 
     def _windows(self) -> None:
         return None
@@ -105,7 +112,7 @@ class HopperBackward(BackwardPlan):
         for i in self.owned:
             view = self.ops.views[f"grad{i}"]
             _, sizes = self._owned(i)
-            if view.vec != 8 and list(view.strides) == geometry.contiguous_strides([*sizes, p.M, p.N]):
+            if view.vec != unit_of(p.terms[i].dtype) and list(view.strides) == geometry.contiguous_strides([*sizes, p.M, p.N]):
                 found.append(f"grad{i}")
         return tuple(found)
 
@@ -154,7 +161,7 @@ class HopperBackward(BackwardPlan):
             return None
         if self.stored:  # score gradients are stored, and read back for dq
             return None
-        facts = self.ops.has_dense, p.causal_shift is not None
+        facts = self.ops.has_dense, p.causal_shift is not None, bias_bytes(self.ops)
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
 
     @cached_property
@@ -165,7 +172,7 @@ class HopperBackward(BackwardPlan):
             return None
         if p.causal_shift is not None or self._mask is not None:
             return None  # it walks over hidden tiles too
-        return config.pair_tile(max(p.D, p.Dv), p.N)
+        return config.pair_tile(max(p.D, p.Dv), p.N, bias_bytes(self.ops))
 
     def _rows(self, slot: str, rows: int) -> Box:
         pitch = (triton.cdiv(self.problem.M, self.tail) + 1) * self.tail
@@ -231,7 +238,7 @@ class HopperBackward(BackwardPlan):
         boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", tile.block, 64) if self.stored else boxes["bias"]
         items = triton.cdiv(p.N, 128) * p.batch_size // tile.rows * p.Hkv
         given = self._given(boxes, tile, items, tile.block)
-        given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored)}
+        given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored), "DS_SLOTS": tile.ds_slots}
         return record(ops, backward.dkdv_kernel, given, tile)
 
     def _wide(self, kernel: str) -> DescriptorLaunch:
@@ -317,7 +324,7 @@ class HopperBackward(BackwardPlan):
 
     def _shared(self, i: int) -> Iterator[Launch]:
         p = self.problem
-        tile = config.owner_tile(max(p.D, p.Dv))
+        tile = self._owner_tile
         assert tile is not None
         part = self._share(i, 128, tile.columns, self._balance)
         items = triton.cdiv(p.M, 128) * triton.cdiv(p.N, tile.columns) * part.owners * part.chunks

@@ -13,6 +13,7 @@ from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
 from biasflash.backends.hopper.operands import (
     DescriptorLaunch,
     arguments_of,
+    bias_bytes,
     boxed,
     common_arguments,
     items_share_bias,
@@ -59,10 +60,10 @@ def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     if p.Dv == p.D:
         # causal tiles of 128 keys have no registers left for what hides keys
         in_long_tiles = p.causal_shift is not None and key_mask(ops) is None
-        shared = config.shared_tile(p.D, p.dtype == torch.bfloat16, in_long_tiles)
+        shared = config.shared_tile(p.D, p.dtype == torch.bfloat16, in_long_tiles, bias_bytes(ops))
         if shared is not None and items_share_bias(ops, shared.rows):
             return shared
-    return config.forward_tile(p.D, p.Dv, ops.has_dense, p.causal_shift is not None)
+    return config.forward_tile(p.D, p.Dv, ops.has_dense, p.causal_shift is not None, bias_bytes(ops))
 
 
 def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> DescriptorLaunch:
