@@ -312,7 +312,7 @@ BACKWARD: tuple[BackwardTile, ...] = (
     _backward("dkdv", 32, True, 64, (1, 2, 2, 6, 4), True, False, "211 KB", stores=False, bias_bytes=4),
     _backward("dkdv", 32, True, 64, (1, 2, 2, 6, 2), True, False, "211 KB", bias_bytes=4),
     _backward("dkdv", 64, True, 64, (1, 2, 2, 5, 2), True, False, "210 KB", stores=False, bias_bytes=4),
-    _backward("dkdv", 64, True, 64, (1, 2, 1, 4, 2), True, False, "227 KB", bias_bytes=4),
+    _backward("dkdv", 64, True, 64, (1, 1, 1, 4, 2), False, False, "227 KB; two tiles a round spill", bias_bytes=4),
     _backward("dkdv", 128, True, 64, (1, 1, 1, 3, 2), False, False, "227 KB", stores=False, bias_bytes=4),
     _backward("dkdv", 128, True, 64, (1, 1, 1, 2, 2), False, False, "226 KB", bias_bytes=4, ds_slots=1),
 )
@@ -335,7 +335,7 @@ OWNER: tuple[OwnerTile, ...] = (
         parts=2,
         why="4 x 8 heads of 2k: 0.181 ms",
     ),
-    OwnerTile(width=32, block_n=32, chunks_n=4, stages=4, deep=1, bias_bytes=4, why="200 KB"),
+    OwnerTile(width=32, block_n=128, chunks_n=1, stages=4, deep=2, bias_bytes=4, why="201 KB"),
     OwnerTile(width=64, block_n=128, chunks_n=1, stages=2, deep=2, bias_bytes=4, why="200 KB"),
     OwnerTile(width=128, block_n=64, chunks_n=1, stages=2, deep=2, bias_bytes=4, why="231 KB"),
 )
