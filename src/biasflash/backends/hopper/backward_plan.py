@@ -112,7 +112,9 @@ class HopperBackward(BackwardPlan):
         for i in self.owned:
             view = self.ops.views[f"grad{i}"]
             _, sizes = self._owned(i)
-            if view.vec != unit_of(p.terms[i].dtype) and list(view.strides) == geometry.contiguous_strides([*sizes, p.M, p.N]):
+            if view.vec != unit_of(p.terms[i].dtype) and list(view.strides) == geometry.contiguous_strides(
+                [*sizes, p.M, p.N]
+            ):
                 found.append(f"grad{i}")
         return tuple(found)
 

@@ -396,9 +396,7 @@ def padded(width: int) -> int:
     return next(w for w in (32, 64, 128, 256) if width <= w)
 
 
-def forward_tile(
-    width: int, width_v: int, has_bias: bool, is_causal: bool, bias_bytes: int = 2
-) -> ForwardTile | None:
+def forward_tile(width: int, width_v: int, has_bias: bool, is_causal: bool, bias_bytes: int = 2) -> ForwardTile | None:
     for tile in FORWARD:
         if tile.bias_bytes != bias_bytes:
             continue
