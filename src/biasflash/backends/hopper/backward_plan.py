@@ -16,6 +16,7 @@ from biasflash.backends.hopper import (
     backward_single,
     backward_wide,
     config,
+    config_float32,
     config_wide,
     objections,
 )
@@ -27,9 +28,9 @@ from biasflash.backends.hopper.operands import (
     KeyMask,
     arguments_of,
     batch_of,
-    bias_bytes,
     boxed,
     common_arguments,
+    has_float32_bias,
     items_share_bias,
     key_mask,
     record,
@@ -79,7 +80,6 @@ class HopperBackward(BackwardPlan):
         return config_wide.is_wide(self.problem.D, self.problem.Dv)
 
     def _tiles(self) -> bool:
-        p = self.problem
         if self._is_wide:
             return True
         kernels = [name for name, runs in (("dkdv", self.runs_dkdv), ("dq", self.runs_dq)) if runs]
@@ -92,12 +92,13 @@ class HopperBackward(BackwardPlan):
         p, ops = self.problem, self.ops
         is_shared = items_share_bias(ops, 2)
         stores = kernel == "dkdv" and bool(self.stored)
-        facts = is_shared and not stores, stores, bias_bytes(ops)
-        return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, *facts)
+        rows = config_float32.BACKWARD if has_float32_bias(ops) else config.BACKWARD
+        return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores, rows)
 
     @property
     def _owner_tile(self) -> config.OwnerTile | None:
-        return config.owner_tile(max(self.problem.D, self.problem.Dv), bias_bytes(self.ops))
+        rows = config_float32.OWNER if has_float32_bias(self.ops) else config.OWNER
+        return config.owner_tile(max(self.problem.D, self.problem.Dv), rows)
 
     def _windows(self) -> None:
         return None
@@ -163,7 +164,9 @@ class HopperBackward(BackwardPlan):
             return None
         if self.stored:  # score gradients are stored, and read back for dq
             return None
-        facts = self.ops.has_dense, p.causal_shift is not None, bias_bytes(self.ops)
+        if has_float32_bias(self.ops):  # its tiles leave too few stages
+            return None
+        facts = self.ops.has_dense, p.causal_shift is not None
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
 
     @cached_property
@@ -174,7 +177,9 @@ class HopperBackward(BackwardPlan):
             return None
         if p.causal_shift is not None or self._mask is not None:
             return None  # it walks over hidden tiles too
-        return config.pair_tile(max(p.D, p.Dv), p.N, bias_bytes(self.ops))
+        if has_float32_bias(self.ops):  # 64 queries x 512 keys of it are 128 KiB
+            return None
+        return config.pair_tile(max(p.D, p.Dv), p.N)
 
     def _rows(self, slot: str, rows: int) -> Box:
         pitch = (triton.cdiv(self.problem.M, self.tail) + 1) * self.tail

@@ -6,6 +6,7 @@ are medians on an H200 (bf16, Triton 3.6).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,6 @@ class ForwardTile:
     bias_stages: int
     why: str
     is_causal: bool | None = None  # only for these; None: for all
-    bias_bytes: int = 2  # of an element
     out_apart: bool = False
     pinned: bool = True
     pieces: int = 1
@@ -57,7 +57,6 @@ class SharedTile:
     fixed: bool = False  # rows keep the reference of their first keys; bfloat16 only
     is_causal: bool = False  # only for causal calls
     block_m: int = 128
-    bias_bytes: int = 2
 
     def __str__(self) -> str:
         return f"{self.rows} items x 128 x {self.block_n}, 2 warpgroups, {self.kv_stages} stages"
@@ -80,7 +79,6 @@ class BackwardTile:
     keep: bool
     why: str
     stores: bool = True  # may also store score gradients
-    bias_bytes: int = 2  # of an element, and of one of the score gradients that are stored
     ds_slots: int = 2  # places that each warpgroup has for what it stores
 
     def __str__(self) -> str:
@@ -99,7 +97,6 @@ class OwnerTile:
     deep: int  # what runs under what, see ``dbias_kernel``
     why: str
     parts: int = 1  # copies that bring the keys of a tile
-    bias_bytes: int = 2
 
     @property
     def columns(self) -> int:
@@ -171,7 +168,7 @@ def _forward(
     )
 
 
-def _shared(width: int, rows: int, block_n: int, kv: int, bias: int, ahead: bool, why: str, **more: Any) -> SharedTile:
+def _shared(width: int, rows: int, block_n: int, kv: int, bias: int, ahead: bool, why: str, **more: bool) -> SharedTile:
     return SharedTile(
         width=width,
         rows=rows,
@@ -221,7 +218,7 @@ def _backward(
     ahead: bool,
     keep: bool,
     why: str,
-    **more: Any,
+    stores: bool = True,
 ) -> BackwardTile:
     """``counts``: items, streamed tiles of a round, buffers of what stays, stages, stages of the bias."""
     rows, tiles, a_buffers, stages, bias_stages = counts
@@ -238,7 +235,7 @@ def _backward(
         ahead=ahead,
         keep=keep,
         why=why,
-        **more,
+        stores=stores,
     )
 
 
@@ -269,9 +266,6 @@ FORWARD: tuple[ForwardTile, ...] = (
     _forward(192, False, 2, 64, 2, 1, "values are padded", pieces=3, out_apart=True, out_pieces=2, pinned=False),
     _forward(256, False, 2, 64, 2, 1, "2 x 16 heads of 4k, D 256: 0.731 ms", pinned=False),
     _forward(256, True, 2, 64, 2, 2, "230 KB"),
-    _forward(32, True, 2, 128, 4, 2, "204 KB", bias_bytes=4),
-    _forward(64, True, 2, 128, 2, 2, "212 KB", bias_bytes=4),
-    _forward(128, True, 2, 64, 3, 3, "229 KB; tiles of 128 keys leave room for one of the bias", bias_bytes=4),
 )
 SHARED: tuple[SharedTile, ...] = (
     _shared(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.339 ms, with a running maximum 0.383", fixed=True),
@@ -279,10 +273,6 @@ SHARED: tuple[SharedTile, ...] = (
     _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.22 ms, tiles of 128 keys take 1.31", fixed=True),
     _shared(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.383 ms, 4 items x 64 keys take 0.479"),
     _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.43 ms, tiles of 128 keys take 1.64"),
-    _shared(32, 2, 128, 4, 2, False, "230 KB", fixed=True, bias_bytes=4),
-    _shared(64, 2, 64, 6, 2, True, "230 KB", fixed=True, bias_bytes=4),
-    _shared(32, 2, 128, 4, 2, False, "230 KB", bias_bytes=4),
-    _shared(64, 2, 64, 6, 2, True, "230 KB", bias_bytes=4),
 )
 BACKWARD: tuple[BackwardTile, ...] = (
     # ------------------------------------------------------------------------------------------------------- dq
@@ -294,11 +284,6 @@ BACKWARD: tuple[BackwardTile, ...] = (
     _backward("dq", 64, False, 64, (1, 2, 2, 5, 1), True, False, "186 registers, no spills"),
     _backward("dq", 128, True, 64, (1, 2, 1, 3, 3), True, False, "215 KB"),
     _backward("dq", 128, False, 64, (1, 2, 1, 4, 1), True, False, "227 registers, no spills"),
-    _backward("dq", 32, True, 64, (2, 1, 2, 6, 3), False, True, "209 KB", bias_bytes=4),
-    _backward("dq", 32, True, 64, (1, 2, 2, 6, 4), True, False, "209 KB", bias_bytes=4),
-    _backward("dq", 64, True, 64, (2, 1, 1, 5, 2), False, True, "210 KB", bias_bytes=4),
-    _backward("dq", 64, True, 64, (1, 2, 1, 5, 3), True, False, "209 KB", bias_bytes=4),
-    _backward("dq", 128, True, 64, (1, 2, 1, 3, 2), True, False, "226 KB", bias_bytes=4),
     # ----------------------------------------------------------------------------------------------------- dkdv
     _backward("dkdv", 32, True, 64, (2, 1, 2, 6, 3), False, True, "two items read one bias tile"),
     _backward("dkdv", 32, True, 64, (1, 2, 2, 6, 3), True, False, "216 registers, no spills"),
@@ -308,13 +293,6 @@ BACKWARD: tuple[BackwardTile, ...] = (
     _backward("dkdv", 64, False, 64, (1, 2, 2, 5, 1), True, False, "4 x 32 heads of 4k, causal: 1.02 ms"),
     _backward("dkdv", 128, True, 64, (1, 1, 1, 2, 2), False, False, "198 KB with room for score gradients"),
     _backward("dkdv", 128, False, 64, (1, 1, 1, 4, 1), False, False, "199 KB"),
-    _backward("dkdv", 32, True, 64, (2, 1, 2, 6, 3), False, True, "211 KB", stores=False, bias_bytes=4),
-    _backward("dkdv", 32, True, 64, (1, 2, 2, 6, 4), True, False, "211 KB", stores=False, bias_bytes=4),
-    _backward("dkdv", 32, True, 64, (1, 2, 2, 6, 2), True, False, "211 KB", bias_bytes=4),
-    _backward("dkdv", 64, True, 64, (1, 2, 2, 5, 2), True, False, "210 KB", stores=False, bias_bytes=4),
-    _backward("dkdv", 64, True, 64, (1, 1, 1, 4, 2), False, False, "227 KB; two tiles a round spill", bias_bytes=4),
-    _backward("dkdv", 128, True, 64, (1, 1, 1, 3, 2), False, False, "227 KB", stores=False, bias_bytes=4),
-    _backward("dkdv", 128, True, 64, (1, 1, 1, 2, 2), False, False, "226 KB", bias_bytes=4, ds_slots=1),
 )
 OWNER: tuple[OwnerTile, ...] = (
     OwnerTile(width=32, block_n=32, chunks_n=8, stages=3, deep=1, why="512 x 4 heads of 512: 0.245 ms"),
@@ -335,9 +313,6 @@ OWNER: tuple[OwnerTile, ...] = (
         parts=2,
         why="4 x 8 heads of 2k: 0.181 ms",
     ),
-    OwnerTile(width=32, block_n=128, chunks_n=1, stages=4, deep=2, bias_bytes=4, why="201 KB"),
-    OwnerTile(width=64, block_n=128, chunks_n=1, stages=2, deep=2, bias_bytes=4, why="200 KB"),
-    OwnerTile(width=128, block_n=64, chunks_n=1, stages=2, deep=2, bias_bytes=4, why="231 KB"),
 )
 PAIR: tuple[PairTile, ...] = (
     _pair(32, 4, 128, 4, 1, True, "no spills, 216 KB"),
@@ -373,11 +348,9 @@ SINGLE: tuple[SingleTile, ...] = (
 )
 
 
-def single_tile(
-    width: int, keys: int, lines: int, has_bias: bool, is_causal: bool, bias_bytes: int = 2
-) -> SingleTile | None:
+def single_tile(width: int, keys: int, lines: int, has_bias: bool, is_causal: bool) -> SingleTile | None:
     """``lines``: batch items times key heads."""
-    for tile in SINGLE if bias_bytes == 2 else ():  # float32 tiles leave too few stages
+    for tile in SINGLE:
         if width > tile.width or has_bias != tile.has_bias or is_causal != tile.is_causal:
             continue
         if not tile.resident or (LEAST_RESIDENT_KEYS < keys <= MOST_RESIDENT_KEYS and lines >= LEAST_LINES):
@@ -385,10 +358,8 @@ def single_tile(
     return None
 
 
-def pair_tile(width: int, keys: int, bias_bytes: int = 2) -> PairTile | None:
-    """None for a float32 bias: 64 queries x 512 keys of it are 128 KiB."""
-    rows = PAIR if bias_bytes == 2 else ()
-    return next((tile for tile in rows if width <= tile.width and keys <= tile.most_keys), None)
+def pair_tile(width: int, keys: int) -> PairTile | None:
+    return next((tile for tile in PAIR if width <= tile.width and keys <= tile.most_keys), None)
 
 
 def padded(width: int) -> int:
@@ -396,36 +367,39 @@ def padded(width: int) -> int:
     return next(w for w in (32, 64, 128, 256) if width <= w)
 
 
-def forward_tile(width: int, width_v: int, has_bias: bool, is_causal: bool, bias_bytes: int = 2) -> ForwardTile | None:
-    for tile in FORWARD:
-        if tile.bias_bytes != bias_bytes:
-            continue
+def forward_tile(
+    width: int, width_v: int, has_bias: bool, is_causal: bool, rows: Sequence[ForwardTile] = FORWARD
+) -> ForwardTile | None:
+    for tile in rows:
         fits = 64 * (tile.pieces - 1) < width <= tile.width and width_v <= (tile.width_v or tile.width)
         if fits and tile.has_bias == has_bias and tile.is_causal in (None, is_causal):
             return tile
     return None
 
 
-def shared_tile(width: int, may_fix: bool, is_causal: bool, bias_bytes: int = 2) -> SharedTile | None:
+def shared_tile(width: int, may_fix: bool, is_causal: bool, rows: Sequence[SharedTile] = SHARED) -> SharedTile | None:
     """``may_fix``: weights have the exponents of float32, so that rows need not follow their maximum."""
-    for tile in SHARED:
-        fits = width <= tile.width and tile.bias_bytes == bias_bytes
-        if fits and (may_fix or not tile.fixed) and (is_causal or not tile.is_causal):
+    for tile in rows:
+        if width <= tile.width and (may_fix or not tile.fixed) and (is_causal or not tile.is_causal):
             return tile
     return None
 
 
 def backward_tile(
-    kernel: str, width: int, has_bias: bool, is_shared: bool, stores: bool = False, bias_bytes: int = 2
+    kernel: str,
+    width: int,
+    has_bias: bool,
+    is_shared: bool,
+    stores: bool = False,
+    rows: Sequence[BackwardTile] = BACKWARD,
 ) -> BackwardTile | None:
     """``is_shared``: several batch items may stand around one bias tile; ``stores``: score gradients are stored."""
-    for tile in BACKWARD:
+    for tile in rows:
         fits = tile.kernel == kernel and width <= tile.width and tile.has_bias == has_bias
-        fits = fits and tile.bias_bytes == bias_bytes
         if fits and (is_shared or tile.rows == 1) and (tile.stores or not stores):
             return tile
     return None
 
 
-def owner_tile(width: int, bias_bytes: int = 2) -> OwnerTile | None:
-    return next((tile for tile in OWNER if width <= tile.width and tile.bias_bytes == bias_bytes), None)
+def owner_tile(width: int, rows: Sequence[OwnerTile] = OWNER) -> OwnerTile | None:
+    return next((tile for tile in rows if width <= tile.width), None)

@@ -290,8 +290,8 @@ def forward_kernel(
     ``pipeline.at``.
     """
     WIDE_BIAS: gl.constexpr = HAS_BIAS and bias_desc.dtype == gl.float32
-    FORM: gl.constexpr = form(WIDE_BIAS, D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL,
-                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
+    FORM: gl.constexpr = form(WIDE_BIAS, D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS,
+                              IS_CAUSAL, ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
                               DV_BLOCK // out_desc.block_type.shape[4])  # fmt: skip
     gl.static_assert(FORM.OUT_PIECES <= 2, "the output is halved once")
     IN_PLACE: gl.constexpr = FORM.OUT_PIECES <= PIECES and FORM.OUT_PIECES * D_BLOCK == DV_BLOCK

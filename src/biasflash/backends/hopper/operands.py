@@ -108,9 +108,8 @@ def outer_steps(view: View) -> tuple[int, int, int]:
     return b0, b1, head
 
 
-def bias_bytes(ops: Operands) -> int:
-    """Bytes of an element of the bias; 2, as of any other operand, without one."""
-    return ops.problem.terms[0].dtype.itemsize if ops.has_dense else 2
+def has_float32_bias(ops: Operands) -> bool:
+    return ops.has_dense and ops.problem.terms[0].dtype == torch.float32
 
 
 def unit_of(dtype: torch.dtype) -> int:
