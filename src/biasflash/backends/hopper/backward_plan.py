@@ -33,6 +33,7 @@ from biasflash.backends.hopper.operands import (
     has_float32_bias,
     items_share_bias,
     key_mask,
+    no_tile,
     record,
     statistics,
     sums,
@@ -72,7 +73,7 @@ class HopperBackward(BackwardPlan):
             kind = "bias" if self.ops.has_dense else "mask"
             found.append(f"a {kind} beside heads of width {max(p.D, p.Dv)}; its backward takes one up to 128")
         elif not self._tiles():
-            found.append("no tile for these widths")
+            found.append(no_tile(self.ops))
         return found
 
     @property

@@ -386,12 +386,7 @@ def shared_tile(width: int, may_fix: bool, is_causal: bool, rows: Sequence[Share
 
 
 def backward_tile(
-    kernel: str,
-    width: int,
-    has_bias: bool,
-    is_shared: bool,
-    stores: bool = False,
-    rows: Sequence[BackwardTile] = BACKWARD,
+    kernel: str, width: int, has_bias: bool, is_shared: bool, stores: bool, rows: Sequence[BackwardTile] = BACKWARD
 ) -> BackwardTile | None:
     """``is_shared``: several batch items may stand around one bias tile; ``stores``: score gradients are stored."""
     for tile in rows:

@@ -18,6 +18,7 @@ from biasflash.backends.hopper.operands import (
     has_float32_bias,
     items_share_bias,
     key_mask,
+    no_tile,
     record,
 )
 from biasflash.backends.triton import forward_plan as portable
@@ -37,7 +38,7 @@ def forward_recipe(
     found = objections.to_layout(ops)
     tile = None if found else _tile(ops)
     if tile is None:
-        found = found or ["no tile for these widths"]
+        found = found or [no_tile(ops)]
         return portable.forward_recipe(problem, device, rows, terms), found
     split = portable.choose_split(problem, ops.tile("forward")[0], device.multiprocessors, portable.RULE)
     if split is not None:

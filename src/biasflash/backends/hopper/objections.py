@@ -53,7 +53,7 @@ def to_problem(problem: Problem) -> list[str]:
             found.append(f"a bias of shape {t.shape}; its kernels take one that varies along queries and keys")
         if t.dtype not in (p.dtype, torch.float32):
             beside = f"a {short(t.dtype)} bias beside {short(p.dtype)} queries"
-            found.append(f"{beside}; its kernels take a bias of the queries' dtype or float32")
+            found.append(f"{beside}; its kernels take one of the same dtype or float32")
         unit = unit_of(t.dtype)
         if p.N % unit and not may_copy(p, t):
             why = "too large to copy, or shared by too few"

@@ -117,6 +117,10 @@ def unit_of(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
+def no_tile(ops: Operands) -> str:
+    return "no tile for these widths" + (" beside a float32 bias" if has_float32_bias(ops) else "")
+
+
 def items_share_bias(ops: Operands, count: int) -> bool:
     """Whether ``count`` neighbours along the last batch axis can stand around one tile of a bias that does not vary."""
     p = ops.problem
