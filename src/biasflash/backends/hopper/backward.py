@@ -352,7 +352,8 @@ def dkdv_kernel(
 
     As ``dq_kernel``, sides exchanged; boxes: 64 x D_BLOCK (k, dk), 64 x DV_BLOCK (v, dv), BLOCK_M x D_BLOCK (q),
     BLOCK_M x DV_BLOCK (dout), BLOCK_M x 64 (bias, ds), 1 x BLOCK_M (reference, delta). Items: tiles of 128 keys x
-    batch // ROWS x key heads; the query heads of a key head are summed in registers. With STORE_DS, ROWS is 1.
+    batch // ROWS x key heads; the query heads of a key head are summed in registers. With STORE_DS, ROWS is 1, and each
+    warpgroup has DS_SLOTS blocks of shared memory for dS on its way out.
     """
     launch(
         (k_desc, v_desc), (k_moves, v_moves), (q_desc, dout_desc), (q_moves, dout_moves), bias_desc, bias_moves,

@@ -1,7 +1,7 @@
 """Tile choice on Hopper as data with reasons; the first row that covers a problem is taken.
 
 Registers: two consumer warpgroups get 240 each, the copying warp 24; three get 160 and 32. Figures without another word
-are medians on an H200 (bf16, Triton 3.6).
+are medians on an H200 (bf16, Triton 3.6). Tiles beside a float32 bias are in ``config_float32``.
 """
 
 from __future__ import annotations
