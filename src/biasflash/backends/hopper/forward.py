@@ -16,6 +16,7 @@ from biasflash.backends.hopper.deal import deal, first_lot, following, locate
 from biasflash.backends.hopper.forward_copies import ROWS, copy_tiles
 from biasflash.backends.hopper.forward_parts import (
     cut,
+    far,
     key_tiles,
     keys_of,
     rounded,
@@ -38,7 +39,7 @@ from biasflash.tile.softmax import LOG2E
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "BLOCK_M", "SCORES",
+    "KEEP_LOW", "FAR", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "BLOCK_M", "SCORES",
     "OUT", "SUMS", "WIDE_BIAS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
@@ -289,9 +290,10 @@ def forward_kernel(
     HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``. ``*_moves``: see
     ``pipeline.at``.
     """
+    FAR: gl.constexpr = far(LOW_RANGE, q_desc.dtype)
     WIDE_BIAS: gl.constexpr = HAS_BIAS and bias_desc.dtype == gl.float32
     FORM: gl.constexpr = form(WIDE_BIAS, D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS,
-                              IS_CAUSAL, ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
+                              IS_CAUSAL, ODD_N, KEEP_LOW, FAR, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
                               DV_BLOCK // out_desc.block_type.shape[4])  # fmt: skip
     gl.static_assert(FORM.OUT_PIECES <= 2, "the output is halved once")
     IN_PLACE: gl.constexpr = FORM.OUT_PIECES <= PIECES and FORM.OUT_PIECES * D_BLOCK == DV_BLOCK
