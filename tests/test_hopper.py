@@ -22,7 +22,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="
 
 import biasflash
 from biasflash import plan
-from biasflash.backends.hopper import backend, config, config_wide, launch, objections
+from biasflash.backends.hopper import backend, config, config_float32, config_wide, launch, objections
 from biasflash.backends.hopper.backward_plan import backward_recipe
 from biasflash.backends.hopper.forward_plan import forward_recipe
 from biasflash.backends.hopper.operands import Box, BuildError, DescriptorLaunch
@@ -179,6 +179,33 @@ ASKED = [
           ("shared_forward",)),
     Asked("masked, shared bias d64", problem(biases=SHARED, masks=KEYS), ("shared_forward",)),
     Asked("masked, shared bias d64, causal", problem(biases=SHARED, masks=KEYS, causal=True), ("shared_forward",)),
+    *(
+        Asked(f"float32 full bias d{D}", problem(D=D, biases=FULL, bias_dtype=F32), ("forward", "dkdv"))
+        for D in (32, 64, 128)
+    ),
+    *(
+        Asked(f"float32 shared bias d{D}", problem(D=D, biases=SHARED, bias_dtype=F32), kernels)
+        for D, kernels in (
+            (32, ("shared_forward", "dkdv", "dq", "dbias")),
+            (64, ("shared_forward", "dkdv", "dq", "dbias")),
+            (128, ("dkdv", "dq", "dbias")),
+        )
+    ),
+    Asked("float32 bias of each item d32", problem(batch=(2, 3), D=32, biases=("1bHMN",), bias_dtype=F32),
+          ("dkdv", "dq")),
+    Asked("float32 bias of each item d64", problem(batch=(2, 3), biases=("1bHMN",), bias_dtype=F32), ("dq",)),
+    Asked("float32 shared bias d64, half precision", problem(dtype=F16, biases=SHARED, bias_dtype=F32),
+          ("shared_forward", "dkdv", "dq", "dbias")),
+    Asked("masked, float32 full bias d64, causal", problem(biases=FULL, bias_dtype=F32, masks=KEYS, causal=True),
+          ("forward", "dkdv")),
+    *(
+        Asked(f"masked, float32 shared bias d{D}", problem(D=D, biases=SHARED, bias_dtype=F32, masks=KEYS), kernels)
+        for D, kernels in (
+            (32, ("shared_forward", "dkdv", "dq", "dbias")),
+            (64, ("shared_forward", "dkdv", "dq", "dbias")),
+            (128, ("forward", "dkdv", "dq", "dbias")),
+        )
+    ),
 ]  # fmt: skip
 #: bytes of stack a thread: addresses and counters that are kept outside of the main loops
 STACK = 128
@@ -325,8 +352,9 @@ def test_a_wait_that_was_lifted_above_the_exponentials_is_seen() -> None:
         (problem(biases=("1HMN", "bHMN")), "2 biases; its kernels take one"),
         (problem(biases=("bH1N",)), "a bias of shape (16, 8, 1, 1024)"),
         (problem(biases=("1HM1",)), "a bias of shape (1, 8, 1024, 1)"),
-        (problem(biases=FULL, bias_dtype=F32), "a float32 bias beside bfloat16 queries"),
-        (problem(biases=FULL, N=1004), "1004 keys; bulk copies of a bias need a multiple of 8"),
+        (problem(biases=FULL, bias_dtype=F16), "a float16 bias beside bfloat16 queries; its kernels take one of the"),
+        (problem(biases=FULL, N=1004), "1004 keys; bulk copies of this bias need a multiple of 8"),
+        (problem(biases=FULL, N=1002, bias_dtype=F32), "1002 keys; bulk copies of this bias need a multiple of 4"),
         (problem(scale=-0.5), "scale -0.5 without a bias"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -344,6 +372,8 @@ def test_an_objection_is_worded(p: Problem, words: str) -> None:
         problem(causal=True, Hkv=2, dtype=F16),
         problem(biases=FULL, scale=-0.5),
         problem(N=1003, biases=SHARED),
+        problem(N=1004, biases=FULL, bias_dtype=F32),
+        problem(N=1003, biases=SHARED, bias_dtype=F32, dtype=F16),
         problem(batch=(2, 3, 4), biases=("1bcHMN",)),
         problem(D=192, Dv=128),
     ],
@@ -706,6 +736,51 @@ def test_a_full_bias_is_stored_by_dkdv_and_read_back_for_dq() -> None:
     assert "dq_from_ds" in names(recipes["backward"])
 
 
+def boxes_of(recipe: Recipe, slot: str) -> list[Box]:
+    """Every block in which kernels of bulk copies read or write a tensor."""
+    launches = [x for x in recipe.launches if isinstance(x, DescriptorLaunch)]
+    return [v for x in launches for v in x.arguments.values() if isinstance(v, Box) and v.slot == slot]
+
+
+@pytest.mark.parametrize("D", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("biases", "N", "forward", "backward"),
+    [
+        (FULL, 516, ["FORWARD"], ["delta", "DKDV", "dkdv", "dq_from_ds"]),
+        (SHARED, 512, ["SHARED_FORWARD", "forward"], ["delta", "DKDV", "dkdv", "DQ", "dq", "DBIAS", "dbias"]),
+    ],
+    ids=["full", "shared"],
+)
+def test_a_float32_bias_is_read_and_its_gradient_written_as_it_is(
+    D: int, biases: tuple[str, ...], N: int, forward: list[str], backward: list[str]
+) -> None:
+    """Also up to 512 keys of width 32, which a bias of 16 bits walks over in one pass."""
+    recipes, told = planned(problem(D=D, N=N, biases=biases, bias_dtype=F32))
+    assert told == {"forward": [], "backward": []}
+    assert names(recipes["forward"]) == (forward if D < 128 else ["FORWARD"])
+    assert names(recipes["backward"]) == backward
+    for recipe, slot in ((recipes["forward"], "bias0"), (recipes["backward"], "bias0"), (recipes["backward"], "grad0")):
+        found = boxes_of(recipe, slot)
+        assert found
+        assert all((box.dtype, box.shape[-2:]) == (F32, (1024, N)) for box in found)
+        assert all(step * 4 % 16 == 0 for box in found for step in box.strides[:-1])
+
+
+def test_a_float32_bias_in_other_rows_is_copied_to_steps_of_four() -> None:
+    for recipe in planned(problem(M=1025, biases=SHARED, bias_dtype=F32))[0].values():
+        assert names(recipe)[0] == "align_rows"
+        assert dict(recipe.scratch)["aligned"] == 8 * 1025 * 1028
+        assert all((box.dtype, box.strides[-2:]) == (F32, (1028, 1)) for box in boxes_of(recipe, "aligned"))
+    assert own(recipe, "dbias").arguments["SPLIT"]
+
+
+def test_heads_too_wide_for_a_float32_bias_run_portable() -> None:
+    recipes, told = planned(problem(D=192, biases=FULL, bias_dtype=F32))
+    assert told["forward"] == ["no tile for these widths beside a float32 bias"]
+    assert told["backward"] == ["a bias beside heads of width 192; its backward takes one up to 128"]
+    assert not [name for recipe in recipes.values() for name in names(recipe) if name.isupper()]
+
+
 def test_a_shared_bias_has_a_kernel_of_its_own() -> None:
     found = names(planned(problem(biases=SHARED))[0]["backward"])
     assert {"delta", "DKDV", "DQ", "DBIAS"} <= set(found)
@@ -795,21 +870,24 @@ def test_blocks_of_a_forward_pass(D: int, Dv: int, blocks: tuple[tuple[int, int]
 
 def test_every_tile_of_the_tables_can_be_chosen() -> None:
     widths, flags = range(1, 257), (False, True)
-    pairs = product(widths, (32, 128, 192, 256))
-    forward = {config.forward_tile(*pair, *x) for pair in pairs for x in product(flags, repeat=2)}
-    assert forward - {None} == set(config.FORWARD)
-    assert {config.shared_tile(w, *x) for w in widths for x in product(flags, repeat=2)} - {None} == set(config.SHARED)
+    pairs, two = list(product(widths, (32, 128, 192, 256))), list(product(flags, repeat=2))
+    for tables in (config, config_float32):
+        forward = {config.forward_tile(*pair, *x, tables.FORWARD) for pair in pairs for x in two}
+        assert forward - {None} == set(tables.FORWARD)
+        shared = {config.shared_tile(w, *x, tables.SHARED) for w in widths for x in two}
+        assert shared - {None} == set(tables.SHARED)
     assert {config.pair_tile(w, n) for w in widths for n in range(64, 1025, 64)} - {None} == set(config.PAIR)
     asked = product(widths, (512, 1024, 4096), (100, 1000), flags, flags, flags)
     assert {config.single_tile(*x) for x in asked} - {None} == set(config.SINGLE)
-    assert {config.owner_tile(w) for w in widths} - {None} == set(config.OWNER)
-    backward = {
-        config.backward_tile(kernel, w, *x)
-        for kernel in ("dq", "dkdv")
-        for w in widths
-        for x in product(flags, repeat=3)
-    }
-    assert backward - {None} == set(config.BACKWARD)
+    for tables in (config, config_float32):
+        assert {config.owner_tile(w, tables.OWNER) for w in widths} - {None} == set(tables.OWNER)
+        backward = {
+            config.backward_tile(kernel, w, *x, tables.BACKWARD)
+            for kernel in ("dq", "dkdv")
+            for w in widths
+            for x in product(flags, repeat=3)
+        }
+        assert backward - {None} == set(tables.BACKWARD)
     pairs = [(a, b) for a, b in product(range(64, 257, 64), repeat=2) if config_wide.is_wide(a, b)]
     wide = {config_wide.wide_tile(name, *pair, causal) for name in ("dq", "dkdv") for pair in pairs for causal in flags}
     assert wide == set(config_wide.WIDE)

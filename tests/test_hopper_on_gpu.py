@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -31,7 +33,7 @@ def _bias(draw: st.DrawFn, axes: int, dtype: torch.dtype) -> TermDraw:
         kind="dense",
         full=(*draw(st.tuples(*[st.booleans()] * (axes + 1))), True, True),
         left_out=0,
-        dtype=dtype,
+        dtype=draw(st.sampled_from((dtype, torch.float32))),
         layout=draw(st.sampled_from(LAYOUTS)),
         trainable=draw(st.booleans()),
         minus_inf=draw(st.integers(0, 3)) == 0,
@@ -96,16 +98,24 @@ def test_random_problems_agree_with_float64(data: st.DataObject, dtype: torch.dt
         (40, 384, 4, 32, 1, {}),
         (140, 640, 4, 32, 1, {}),
         (2, 1024, 8, 64, 2, {}),
+        (8, 512, 4, 64, 1, {"bias_dtype": torch.float32}),
+        (40, 384, 4, 32, 1, {"bias_dtype": torch.float32}),
+        (2, 1024, 8, 64, 2, {"bias_dtype": torch.float32}),
+        (2, 1024, 8, 128, 2, {"bias_dtype": torch.float32}),
     ],
-    ids=["one pass", "one pass, causal", "shared bias", "pair bias", "pair bias, resident", "full bias"],
-)
+    ids=["one pass", "one pass, causal", "shared bias", "pair bias", "pair bias, resident", "full bias",
+         "float32 shared bias", "float32 pair bias", "float32 full bias", "float32 full bias, wide"],
+)  # fmt: skip
 def test_a_thousand_backward_passes_have_the_same_bits(
-    batch: int, M: int, heads: int, D: int, planes: int, options: dict[str, bool]
+    batch: int, M: int, heads: int, D: int, planes: int, options: dict[str, Any]
 ) -> None:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype)
 
-    leaves = [normal(batch, M, heads, D) for _ in range(3)] + ([normal(planes, heads, M, M)] if planes else [])
+    options = dict(options)
+    dtype = options.pop("bias_dtype", torch.bfloat16)
+    leaves = [normal(batch, M, heads, D) for _ in range(3)]
+    leaves += [normal(planes, heads, M, M, dtype=dtype)] if planes else []
     for t in leaves:
         t.requires_grad_()
     out = biasflash.attention(*leaves, backend="hopper", **options)

@@ -125,6 +125,48 @@ _ROWS: list[Case] = [
     _long("rows-sliced", "a slice of a larger bias", batch=(4,), biases=(Bias(shape="1HMN", strides="sliced"),)),
 ]
 
+
+def _float32(shape: str = "1HMN", **more: Any) -> tuple[Bias, ...]:
+    return (Bias(shape=shape, dtype="fp32", **more),)
+
+
+#: a float32 bias beside 16 bits, as ``torch.autocast`` leaves it
+_FLOAT32: list[Case] = [
+    _long("f32-full-32", "a bias for each item, narrow", N=520, D=32, biases=_float32("BHMN")),
+    _long("f32-full-64", "the same, wider, rows in steps of 16 bytes alone", M=333, N=516, biases=_float32("BHMN")),
+    _long("f32-full-128", "the same, wide", N=516, D=128, biases=_float32("BHMN")),
+    _long("f32-full-fixed-32", "the same, fixed", N=520, D=32, biases=_float32("BHMN", trained=False)),
+    _long("f32-full-fixed-64", "fixed, wider", M=333, N=516, biases=_float32("BHMN", trained=False)),
+    _long("f32-full-fixed-128", "fixed, wide", N=516, D=128, biases=_float32("BHMN", trained=False)),
+    _long("f32-full-causal", "more keys than queries", M=300, N=708, causal=True, biases=_float32("BHMN")),
+    _long("f32-full-causal-32", "more queries than keys", M=700, N=264, D=32, causal=True, biases=_float32("BHMN")),
+    _long("f32-full-causal-128", "the same, wide", M=520, N=264, D=128, causal=True, biases=_float32("BHMN")),
+    _long("f32-grouped", "grouped heads", H=4, Hkv=2, biases=_float32("BHMN"), return_lse=True),
+    _long("f32-shared-32", "pairs of items around a bias tile", M=333, N=712, D=32, batch=(6,), biases=_float32()),
+    _long("f32-shared-64", "the same, wider", M=333, N=712, batch=(6,), biases=_float32()),
+    _long("f32-shared-128", "the same, wide", M=333, N=712, D=128, batch=(4,), biases=_float32()),
+    _long("f32-shared-odd", "an odd number of items", N=520, batch=(5,), biases=_float32(), return_lse=True),
+    _long("f32-shared-fixed", "fixed", N=520, D=32, batch=(4,), biases=_float32(trained=False)),
+    _long("f32-shared-causal-32", "causal", M=400, N=400, D=32, batch=(4,), causal=True, biases=_float32()),
+    _long("f32-shared-causal-64", "causal, wider", M=300, N=520, batch=(4,), causal=True, biases=_float32()),
+    _long("f32-shared-causal-128", "causal, wide", M=520, D=128, batch=(4,), causal=True, biases=_float32()),
+    _long("f32-axes", "two batch axes, a bias along the first", D=32, batch=(2, 4), biases=_float32("B1HMN")),
+    _long("f32-axes-second", "along the second", batch=(3, 2), biases=_float32("1BHMN")),
+    _long("f32-heads", "a bias shared by heads", M=500, N=648, H=3, biases=_float32("B1MN")),
+    _long("f32-keys-full", "and a mask of keys", N=520, biases=_float32("BHMN"), masks=_keys(), poison=True),
+    _long("f32-keys-32", "shared, narrow", N=520, D=32, batch=(6,), biases=_float32(), masks=_keys(), poison=True),
+    _long("f32-keys-64", "shared", N=712, batch=(6,), biases=_float32(), masks=_keys(), poison=True),
+    _long("f32-keys-128", "shared, wide", N=520, D=128, batch=(4,), biases=_float32(), masks=_keys(), poison=True),
+    _long("f32-odd-64", "rows that are copied first", M=257, N=257, batch=(6,), biases=_float32()),
+    _long("f32-odd-32", "the same, narrow", M=333, N=333, D=32, batch=(6,), biases=_float32()),
+    _long("f32-odd-128", "the same, wide, causal", N=333, D=128, batch=(4,), causal=True, biases=_float32()),
+    _long("f32-sliced", "a slice of a larger bias", batch=(4,), biases=_float32(strides="sliced")),
+    _long("f32-lowest", "masks written as finfo.min", biases=_float32("BHMN", values="lowest"), return_lse=True),
+    _long("f32-shared-lowest", "the same for all items", batch=(4,), biases=_float32(values="lowest")),
+    _long("f32-shared-inf", "a bias of -inf", batch=(4,), D=32, biases=_float32(values="some -inf")),
+    _long("f32-spread", "scores of a row spread by hundreds", batch=(4,), scale=9.0, biases=_float32()),
+]
+
 #: heads wider than 128
 _WIDE: list[Case] = [
     _long("wide-256", "the widest, one tile of queries", M=128, N=192, D=256),
@@ -203,5 +245,6 @@ LONG: list[Case] = [
     _long("long-packed-kv", "one projection for k and v", H=4, Hkv=2, layout="kv", causal=True),
     *_KEYS,
     *_ROWS,
+    *_FLOAT32,
     *_WIDE,
 ]

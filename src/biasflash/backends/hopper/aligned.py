@@ -10,7 +10,7 @@ import torch
 import triton
 
 from biasflash.backends.hopper.align_rows import align_rows_kernel
-from biasflash.backends.hopper.operands import MOST_BATCH_AXES, Box, Boxed, batch_of, boxed, outer_steps
+from biasflash.backends.hopper.operands import MOST_BATCH_AXES, Box, Boxed, batch_of, boxed, outer_steps, unit_of
 from biasflash.backends.triton.operands import Launch, Operands, Slot
 from biasflash.problem import Problem, Term
 
@@ -18,14 +18,13 @@ from biasflash.problem import Problem, Term
 LEAST_PAIRS = 4
 #: bytes of the largest copy
 MOST_BYTES = 64 * 2**20
-UNIT = 8  # elements in 16 bytes
 
 
 def may_copy(problem: Problem, term: Term) -> bool:
     """Whether a bias of this shape is shared by enough pairs, and small enough."""
     planes = math.prod(term.shape[:-2])
     pairs = problem.batch_size * problem.Hq
-    size = planes * problem.M * (problem.N + UNIT) * term.dtype.itemsize
+    size = planes * problem.M * (problem.N + unit_of(term.dtype)) * term.dtype.itemsize
     return planes * LEAST_PAIRS <= pairs and size <= MOST_BYTES
 
 
@@ -41,7 +40,8 @@ class AlignedBias:
 
     @property
     def pitch(self) -> int:
-        return -(-self.N // UNIT) * UNIT
+        unit = unit_of(self.dtype)
+        return -(-self.N // unit) * unit
 
     def scratch(self) -> dict[str, int]:
         return {"aligned": math.prod(self.sizes) * self.M * self.pitch * self.dtype.itemsize // 4}
@@ -60,7 +60,7 @@ class AlignedBias:
 
     def boxed(self, rows: int, columns: int) -> Boxed:
         """In blocks of ``rows`` x ``columns``."""
-        steps, step = [UNIT, UNIT, UNIT], self.M * self.pitch
+        steps, step = [unit_of(self.dtype)] * 3, self.M * self.pitch
         for axis in (2, 1, 0):
             if self.sizes[axis] > 1:
                 steps[axis] = step
@@ -89,8 +89,8 @@ def aligned_bias(ops: Operands) -> AlignedBias | None:
     p = ops.problem
     if not ops.has_dense or len(ops.sizes) > MOST_BATCH_AXES or not may_copy(p, p.terms[0]):
         return None
-    view = ops.term_views[0]
-    if view.vec == UNIT or 0 in view.strides[-2:]:
+    view, dtype = ops.term_views[0], p.terms[0].dtype
+    if view.vec == unit_of(dtype) or 0 in view.strides[-2:]:
         return None
     steps = outer_steps(view)
     sizes = tuple(n if s else 1 for n, s in zip((*batch_of(ops), p.Hq), steps, strict=True))
@@ -99,5 +99,5 @@ def aligned_bias(ops: Operands) -> AlignedBias | None:
         strides=(*steps, *view.strides[-2:]),
         M=p.M,
         N=p.N,
-        dtype=p.terms[0].dtype,
+        dtype=dtype,
     )

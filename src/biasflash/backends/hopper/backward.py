@@ -211,7 +211,7 @@ def consume(
             ds_place = at(b0, b1, h * group + member, 0, 0, ds_moves)
             if STORE_DS and (IS_CAUSAL or HAS_KEEP):  # queries that see none of these keys
                 store_wait(0)
-                empty = gl.zeros([64, BLOCK], own[0].dtype, layout=S)
+                empty = gl.zeros([64, BLOCK], ds_tiles.dtype, layout=S)
                 ds_tiles.index(w).reshape([BLOCK, 64]).permute((1, 0)).store(empty)
                 fence_async_shared()
                 for row in range(0, start, BLOCK):
@@ -255,6 +255,7 @@ def launch(
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
     HAS_KEEP: gl.constexpr, ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DS_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Allocate the rings and start two computing warpgroups and the copying warp."""
     DEAL: gl.constexpr = dealing(IS_CAUSAL, D, DV, ORDER)
@@ -282,7 +283,7 @@ def launch(
         bias_full, bias_empty = ring_barriers(BIAS_STAGES), ring_barriers(BIAS_STAGES)
         start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
     if STORE_DS:
-        ds_tiles = slots(ds_desc, 4)  # two for each warpgroup
+        ds_tiles = slots(ds_desc, 2 * DS_SLOTS)
     fence_async_shared()
     bars = (own_full, own_empty, met_full, met_empty, bias_full, bias_empty)
     gl.warp_specialize(
@@ -331,7 +332,7 @@ def dq_kernel(
         (reference_desc, delta_desc), caps_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), bias_desc,
         bias_moves, (dq_desc, dq_desc), (dq_moves, dq_moves), (inner, items, M, N, heads, group, batch, shift), scale,
         D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
-        False, False, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        False, False, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
     )  # fmt: skip
 
 
@@ -345,18 +346,19 @@ def dkdv_kernel(
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, STORE_DS: gl.constexpr,
-    HAS_KEEP: gl.constexpr,
+    HAS_KEEP: gl.constexpr, DS_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """dk = scale dS^T Q and dv = P^T dO of every key; STORE_DS: also dS, the gradient of a bias of full shape.
 
     As ``dq_kernel``, sides exchanged; boxes: 64 x D_BLOCK (k, dk), 64 x DV_BLOCK (v, dv), BLOCK_M x D_BLOCK (q),
     BLOCK_M x DV_BLOCK (dout), BLOCK_M x 64 (bias, ds), 1 x BLOCK_M (reference, delta). Items: tiles of 128 keys x
-    batch // ROWS x key heads; the query heads of a key head are summed in registers. With STORE_DS, ROWS is 1.
+    batch // ROWS x key heads; the query heads of a key head are summed in registers. With STORE_DS, ROWS is 1, and each
+    warpgroup has DS_SLOTS blocks of shared memory for dS on its way out.
     """
     launch(
         (k_desc, v_desc), (k_moves, v_moves), (q_desc, dout_desc), (q_moves, dout_moves), bias_desc, bias_moves,
         (reference_desc, delta_desc), reference_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), ds_desc,
         ds_moves, (dk_desc, dv_desc), (dk_moves, dv_moves), (inner, items, M, N, heads, group, batch, shift), scale,
         D_BLOCK, DV_BLOCK, BLOCK_M, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, True,
-        STORE_DS, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        STORE_DS, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DS_SLOTS,
     )  # fmt: skip

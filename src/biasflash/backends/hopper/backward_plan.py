@@ -16,6 +16,7 @@ from biasflash.backends.hopper import (
     backward_single,
     backward_wide,
     config,
+    config_float32,
     config_wide,
     objections,
 )
@@ -29,11 +30,14 @@ from biasflash.backends.hopper.operands import (
     batch_of,
     boxed,
     common_arguments,
+    has_float32_bias,
     items_share_bias,
     key_mask,
+    no_tile,
     record,
     statistics,
     sums,
+    unit_of,
 )
 from biasflash.backends.triton import geometry
 from biasflash.backends.triton.backward_plan import BackwardPlan, Share
@@ -69,7 +73,7 @@ class HopperBackward(BackwardPlan):
             kind = "bias" if self.ops.has_dense else "mask"
             found.append(f"a {kind} beside heads of width {max(p.D, p.Dv)}; its backward takes one up to 128")
         elif not self._tiles():
-            found.append("no tile for these widths")
+            found.append(no_tile(self.ops))
         return found
 
     @property
@@ -77,20 +81,25 @@ class HopperBackward(BackwardPlan):
         return config_wide.is_wide(self.problem.D, self.problem.Dv)
 
     def _tiles(self) -> bool:
-        p = self.problem
         if self._is_wide:
             return True
         kernels = [name for name, runs in (("dkdv", self.runs_dkdv), ("dq", self.runs_dq)) if runs]
         found = [self._single or self._tile(name) for name in kernels]
         if self.owned and self._pair is None:
-            return all(found) and config.owner_tile(max(p.D, p.Dv)) is not None
+            return all(found) and self._owner_tile is not None
         return all(found)
 
     def _tile(self, kernel: str) -> config.BackwardTile | None:
         p, ops = self.problem, self.ops
         is_shared = items_share_bias(ops, 2)
         stores = kernel == "dkdv" and bool(self.stored)
-        return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores)
+        rows = config_float32.BACKWARD if has_float32_bias(ops) else config.BACKWARD
+        return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores, rows)
+
+    @property
+    def _owner_tile(self) -> config.OwnerTile | None:
+        rows = config_float32.OWNER if has_float32_bias(self.ops) else config.OWNER
+        return config.owner_tile(max(self.problem.D, self.problem.Dv), rows)
 
     def _windows(self) -> None:
         return None
@@ -105,7 +114,9 @@ class HopperBackward(BackwardPlan):
         for i in self.owned:
             view = self.ops.views[f"grad{i}"]
             _, sizes = self._owned(i)
-            if view.vec != 8 and list(view.strides) == geometry.contiguous_strides([*sizes, p.M, p.N]):
+            if view.vec != unit_of(p.terms[i].dtype) and list(view.strides) == geometry.contiguous_strides(
+                [*sizes, p.M, p.N]
+            ):
                 found.append(f"grad{i}")
         return tuple(found)
 
@@ -154,6 +165,8 @@ class HopperBackward(BackwardPlan):
             return None
         if self.stored:  # score gradients are stored, and read back for dq
             return None
+        if has_float32_bias(self.ops):  # its tiles leave too few stages
+            return None
         is_shared = bool(self.owned) or items_share_bias(self.ops, 2)
         facts = self.ops.has_dense, is_shared, p.causal_shift is not None
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
@@ -166,6 +179,8 @@ class HopperBackward(BackwardPlan):
             return None
         if p.causal_shift is not None or self._mask is not None:
             return None  # it walks over hidden tiles too
+        if has_float32_bias(self.ops):  # 64 queries x 512 keys of it are 128 KiB
+            return None
         return config.pair_tile(max(p.D, p.Dv), p.N)
 
     def _rows(self, slot: str, rows: int) -> Box:
@@ -232,7 +247,7 @@ class HopperBackward(BackwardPlan):
         boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", tile.block, 64) if self.stored else boxes["bias"]
         items = triton.cdiv(p.N, 128) * p.batch_size // tile.rows * p.Hkv
         given = self._given(boxes, tile, items, tile.block)
-        given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored)}
+        given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored), "DS_SLOTS": tile.ds_slots}
         return record(ops, backward.dkdv_kernel, given, tile)
 
     def _wide(self, kernel: str) -> DescriptorLaunch:
@@ -318,7 +333,7 @@ class HopperBackward(BackwardPlan):
 
     def _shared(self, i: int) -> Iterator[Launch]:
         p = self.problem
-        tile = config.owner_tile(max(p.D, p.Dv))
+        tile = self._owner_tile
         assert tile is not None
         part = self._share(i, 128, tile.columns, self._balance)
         items = triton.cdiv(p.M, 128) * triton.cdiv(p.N, tile.columns) * part.owners * part.chunks

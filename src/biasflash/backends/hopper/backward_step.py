@@ -105,9 +105,12 @@ def score_products(
 
 
 @jit
-def store_ds(tile, ds, ds_desc, place_at, BLOCK: gl.constexpr):
-    """``ds`` [64 keys, BLOCK queries] to the bias gradient through ``tile``, last used by the store before the last."""
-    store_wait(1)
+def store_ds(w: gl.constexpr, turn, ds, ds_desc, place_at, ds_tiles, BLOCK: gl.constexpr):
+    """``ds`` [64 keys, BLOCK queries] to the bias gradient, the ``turn``-th of all; each warpgroup has places of its
+    own, which it takes in turn."""
+    SLOTS: gl.constexpr = ds_tiles.shape[0] // 2
+    store_wait(SLOTS - 1)
+    tile = ds_tiles.index(turn % SLOTS * 2 + w)
     tile.reshape([BLOCK, 64]).permute((1, 0)).store(ds)
     fence_async_shared()
     tma_store(ds_desc, place_at, tile)
@@ -201,7 +204,8 @@ def run_round(
             delta = rows[1].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
         else:
             delta = deltas[u % ROWS][:, None]
-        ds = (p * (dp - delta)).to(own[0].dtype)
+        exact = p * (dp - delta)
+        ds = exact.to(own[0].dtype)
         operand = gl.convert_layout(ds, P_1)
         if not AHEAD and u + 1 < U:
             next_at = own_at + (u + 1) % ROWS * 2
@@ -220,10 +224,8 @@ def run_round(
             hand_back(bias_empty, bias_use + u // ROWS, BIAS_STAGES)  # no sooner: this step's weights came from it
         if STORE_DS:
             desc_row = met_row + u // ROWS * BLOCK
-            store_ds(
-                ds_tiles.index((met_use + u) % 2 * 2 + w), ds, ds_desc,
-                [ds_place[0], ds_place[1], ds_place[2], desc_row, own_row + w * 64], BLOCK,
-            )  # fmt: skip
+            place_at = [ds_place[0], ds_place[1], ds_place[2], desc_row, own_row + w * 64]
+            store_ds(w, met_use + u, exact.to(ds_tiles.dtype), ds_desc, place_at, ds_tiles, BLOCK)
         if u + 1 < U:
             s = s_next
             dp = dp_next

@@ -1,11 +1,12 @@
 """Tile choice on Hopper as data with reasons; the first row that covers a problem is taken.
 
 Registers: two consumer warpgroups get 240 each, the copying warp 24; three get 160 and 32. Figures without another word
-are medians on an H200 (bf16, Triton 3.6).
+are medians on an H200 (bf16, Triton 3.6). Tiles beside a float32 bias are in ``config_float32``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,7 @@ class BackwardTile:
     keep: bool
     why: str
     stores: bool = True  # may also store score gradients
+    ds_slots: int = 2  # places that each warpgroup has for what it stores
 
     def __str__(self) -> str:
         items = f"{self.rows} items x " if self.rows > 1 else ""
@@ -376,32 +378,34 @@ def padded(width: int) -> int:
     return next(w for w in (32, 64, 128, 256) if width <= w)
 
 
-def forward_tile(width: int, width_v: int, has_bias: bool, is_causal: bool) -> ForwardTile | None:
-    for tile in FORWARD:
+def forward_tile(
+    width: int, width_v: int, has_bias: bool, is_causal: bool, rows: Sequence[ForwardTile] = FORWARD
+) -> ForwardTile | None:
+    for tile in rows:
         fits = 64 * (tile.pieces - 1) < width <= tile.width and width_v <= (tile.width_v or tile.width)
         if fits and tile.has_bias == has_bias and tile.is_causal in (None, is_causal):
             return tile
     return None
 
 
-def shared_tile(width: int, may_fix: bool, is_causal: bool) -> SharedTile | None:
+def shared_tile(width: int, may_fix: bool, is_causal: bool, rows: Sequence[SharedTile] = SHARED) -> SharedTile | None:
     """``may_fix``: weights have the exponents of float32, so that rows need not follow their maximum."""
-    for tile in SHARED:
+    for tile in rows:
         if width <= tile.width and (may_fix or not tile.fixed) and (is_causal or not tile.is_causal):
             return tile
     return None
 
 
 def backward_tile(
-    kernel: str, width: int, has_bias: bool, is_shared: bool, stores: bool = False
+    kernel: str, width: int, has_bias: bool, is_shared: bool, stores: bool, rows: Sequence[BackwardTile] = BACKWARD
 ) -> BackwardTile | None:
     """``is_shared``: several batch items may stand around one bias tile; ``stores``: score gradients are stored."""
-    for tile in BACKWARD:
+    for tile in rows:
         fits = tile.kernel == kernel and width <= tile.width and tile.has_bias == has_bias
         if fits and (is_shared or tile.rows == 1) and (tile.stores or not stores):
             return tile
     return None
 
 
-def owner_tile(width: int) -> OwnerTile | None:
-    return next((tile for tile in OWNER if width <= tile.width), None)
+def owner_tile(width: int, rows: Sequence[OwnerTile] = OWNER) -> OwnerTile | None:
+    return next((tile for tile in rows if width <= tile.width), None)

@@ -16,6 +16,7 @@ from biasflash.backends.hopper.deal import deal, first_lot, following, locate
 from biasflash.backends.hopper.forward_copies import ROWS, copy_tiles
 from biasflash.backends.hopper.forward_parts import (
     cut,
+    far,
     key_tiles,
     keys_of,
     rounded,
@@ -38,17 +39,21 @@ from biasflash.tile.softmax import LOG2E
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "LOW_RANGE", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "BLOCK_M", "SCORES",
-    "OUT", "SUMS",
+    "KEEP_LOW", "FAR", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "BLOCK_M", "SCORES",
+    "OUT", "SUMS", "WIDE_BIAS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
 
 @constexpr_function
-def form(*parameters: Any) -> Any:
-    """The kernel's parameters in one, with the rows of a query tile and layouts: of scores, output and row sums."""
+def form(is_wide: Any, *parameters: Any) -> Any:
+    """The kernel's parameters in one, with the rows of a query tile and layouts: of scores, output and row sums.
+
+    ``is_wide``: a float32 bias is added straight from the loads, which the assembler lets fly past a hand-over that
+    follows the sum; its tile is handed back once weights were formed of it.
+    """
     layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16]) for n in (parameters[3], parameters[1], 8))
-    return Form(*(gl.constexpr(x) for x in (*parameters, 64 * parameters[2], *layouts)))
+    return Form(*(gl.constexpr(x) for x in (*parameters, 64 * parameters[2], *layouts, is_wide)))
 
 
 @jit
@@ -129,7 +134,8 @@ def step(
         if not EARLY:
             bias = read_bias(w, u, bias_tiles, bias_full, FORM)
         s = s * scale + widen(bias)
-        ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
+        if not FORM.WIDE_BIAS:
+            ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
     if FORM.HAS_KEEP:  # noqa: SIM102
         if not whole:
             s = cut(s, caps_tiles, u, FORM)
@@ -142,6 +148,8 @@ def step(
         # The assembler lifts the wait for the product above the exponentials where both sit in one basic block. The
         # wait for the next keys is due anyway; here its loop ends the block.
         ring.wait_full_if(k_full, u + 1, u + 1 < end, FORM.KV_STAGES)
+    if FORM.WIDE_BIAS:
+        ring.hand_back(bias_empty, u, FORM.BIAS_STAGES)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     ring.hand_back(v_empty, u - 1, FORM.KV_STAGES)
     return o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, FORM.OUT)), 1), weights, m, l
@@ -219,7 +227,8 @@ def attend(
             ring.hand_back(k_empty, first, FORM.KV_STAGES)
         if FORM.HAS_BIAS:
             s = s * scale + widen(read_bias(w, first, bias_tiles, bias_full, FORM))
-            ring.hand_back(bias_empty, first, FORM.BIAS_STAGES)
+            if not FORM.WIDE_BIAS:
+                ring.hand_back(bias_empty, first, FORM.BIAS_STAGES)
         if FORM.HAS_KEEP:
             s = cut(s, caps_tiles, first, FORM)
             ring.hand_back(k_empty, first, FORM.KV_STAGES)
@@ -230,6 +239,8 @@ def attend(
         p, m, l, _alpha = weigh(s, m, l, unit, k_tiles.dtype, HIDES or FORM.HAS_BIAS or FORM.HAS_KEEP, FORM)
         o = gl.zeros([ROWS, FORM.DV_BLOCK], gl.float32, layout=FORM.OUT)
         ring.wait_full_if(k_full, first + 1, first + 1 < end, FORM.KV_STAGES)
+        if FORM.WIDE_BIAS:
+            ring.hand_back(bias_empty, first, FORM.BIAS_STAGES)
         full = first + 1
         if FORM.IS_CAUSAL:
             full = first + gl.minimum(gl.maximum(masked, 1), end - first)
@@ -279,13 +290,16 @@ def forward_kernel(
     HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``. ``*_moves``: see
     ``pipeline.at``.
     """
-    FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL,
-                              ODD_N, KEEP_LOW, LOW_RANGE, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
+    FAR: gl.constexpr = far(LOW_RANGE, q_desc.dtype)
+    WIDE_BIAS: gl.constexpr = HAS_BIAS and bias_desc.dtype == gl.float32
+    FORM: gl.constexpr = form(WIDE_BIAS, D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS,
+                              IS_CAUSAL, ODD_N, KEEP_LOW, FAR, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
                               DV_BLOCK // out_desc.block_type.shape[4])  # fmt: skip
     gl.static_assert(FORM.OUT_PIECES <= 2, "the output is halved once")
     IN_PLACE: gl.constexpr = FORM.OUT_PIECES <= PIECES and FORM.OUT_PIECES * D_BLOCK == DV_BLOCK
     gl.static_assert(OUT_APART or IN_PLACE, "the output does not fit in the queries' place")
     gl.static_assert(HAS_BIAS or not LOW_RANGE, "only a bias is that low")
+    gl.static_assert(PINNED or not WIDE_BIAS, "a loop must part the sums of a float32 bias from its hand-over")
     gl.static_assert(KV_STAGES > 1 or not PINNED, "waiting early for the next keys needs a second slot")
     q_tiles = slots(q_desc, WARPGROUPS * PIECES)
     k_tiles = slots(k_desc, KV_STAGES * PIECES)

@@ -1,13 +1,24 @@
 """What both forward kernels do: how many key tiles an item has, bases of weights, sums and what is written of a row."""
 
+from typing import Any
+
+from triton import constexpr_function
+
 from biasflash.backends.hopper.gluon import gl, jit
 from biasflash.backends.hopper.marks import last_key, line_of
 from biasflash.backends.hopper.pieces import NEG_INF
 from biasflash.tile.softmax import LN2
 from biasflash.tile.span import key_span
 
-# From here on a float32 score is 64 at least from any other: weights are those of equals or nothing, in any unit.
-FAR = gl.constexpr(2.0**29)
+
+@constexpr_function
+def far(low_range: Any, dtype: Any) -> float:
+    """From where on float32 scores are so far from each other that weights are those of equals or nothing, in any unit.
+
+    Up to there a rounded reference is 32 off at most, or 16 for float16, whose weights reach no further. 0 where no
+    score is as low as that.
+    """
+    return (2.0**28 if dtype == gl.float16 else 2.0**29) if low_range else 0.0
 
 
 @jit
@@ -43,11 +54,11 @@ def rounded(x, y):
 def row_unit(top, unit, FORM: gl.constexpr):
     """What turns the scores of rows with maximum ``top`` into base 2.
 
-    LOW_RANGE: 1 beyond FAR, where references are exact then, up to ``finfo.max``, which LOG2E takes to infinity. Before
-    it a rounded reference is 32 off at most: a factor of all weights of the row (float16 holds half of that).
+    1 beyond FAR, where references are exact then, up to ``finfo.max``, which LOG2E takes to infinity. Before it what a
+    reference is off is a factor of all weights of the row.
     """
-    if FORM.LOW_RANGE:
-        return gl.where(gl.abs(top) > FAR, 1.0, unit)
+    if FORM.FAR > 0:
+        return gl.where(gl.abs(top) > FORM.FAR, 1.0, unit)
     else:
         return unit
 

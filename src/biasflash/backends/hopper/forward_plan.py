@@ -8,15 +8,17 @@ from typing import Any
 import torch
 import triton
 
-from biasflash.backends.hopper import config, forward, forward_shared, objections
+from biasflash.backends.hopper import config, config_float32, forward, forward_shared, objections
 from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
 from biasflash.backends.hopper.operands import (
     DescriptorLaunch,
     arguments_of,
     boxed,
     common_arguments,
+    has_float32_bias,
     items_share_bias,
     key_mask,
+    no_tile,
     record,
 )
 from biasflash.backends.triton import forward_plan as portable
@@ -36,7 +38,7 @@ def forward_recipe(
     found = objections.to_layout(ops)
     tile = None if found else _tile(ops)
     if tile is None:
-        found = found or ["no tile for these widths"]
+        found = found or [no_tile(ops)]
         return portable.forward_recipe(problem, device, rows, terms), found
     split = portable.choose_split(problem, ops.tile("forward")[0], device.multiprocessors, portable.RULE)
     if split is not None:
@@ -56,13 +58,14 @@ def forward_recipe(
 
 def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     p = ops.problem
+    tables = config_float32 if has_float32_bias(ops) else config
     if p.Dv == p.D:
         # causal tiles of 128 keys have no registers left for what hides keys
         in_long_tiles = p.causal_shift is not None and key_mask(ops) is None
-        shared = config.shared_tile(p.D, p.dtype == torch.bfloat16, in_long_tiles)
+        shared = config.shared_tile(p.D, p.dtype == torch.bfloat16, in_long_tiles, tables.SHARED)
         if shared is not None and items_share_bias(ops, shared.rows):
             return shared
-    return config.forward_tile(p.D, p.Dv, ops.has_dense, p.causal_shift is not None)
+    return config.forward_tile(p.D, p.Dv, ops.has_dense, p.causal_shift is not None, tables.FORWARD)
 
 
 def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> DescriptorLaunch:

@@ -18,6 +18,7 @@ from triton import constexpr_function
 from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.forward_parts import (
     cut,
+    far,
     key_tiles,
     keys_of,
     rounded,
@@ -45,7 +46,7 @@ LARGEST_SUM = gl.constexpr(2.0**100)
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "BLOCK_N", "ROWS", "Q_BUFFERS", "KV_STAGES", "BIAS_STAGES", "IS_CAUSAL", "AHEAD",
-    "FIXED", "KEEP_LOW", "LOW_RANGE", "ORDER", "HAS_KEEP", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "TWIN", "SCORES",
+    "FIXED", "KEEP_LOW", "FAR", "ORDER", "HAS_KEEP", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "TWIN", "SCORES",
     "OUT",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
@@ -325,8 +326,9 @@ def shared_forward_kernel(
     or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use. HAS_KEEP: a mask hides
     keys, see ``marks``; ``caps_desc`` in blocks ``[1, BLOCK_N]``.
     """
+    FAR: gl.constexpr = far(LOW_RANGE and not FIXED, q_desc.dtype)
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, Q_BUFFERS, KV_STAGES, BIAS_STAGES, IS_CAUSAL, AHEAD,
-                              FIXED, KEEP_LOW, LOW_RANGE and not FIXED, ORDER, HAS_KEEP)  # fmt: skip
+                              FIXED, KEEP_LOW, FAR, ORDER, HAS_KEEP)  # fmt: skip
     gl.static_assert(not FIXED or q_desc.dtype == gl.bfloat16, "float16 weights do not reach as far as float32")
     gl.static_assert(not FIXED or ROWS <= 4, "a byte for each item's flag")
     gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
+
 from biasflash.backends.hopper.aligned import aligned_bias, may_copy
+from biasflash.backends.hopper.operands import unit_of
 from biasflash.backends.triton.operands import Operands
 from biasflash.problem import Problem, short
 
@@ -48,14 +51,21 @@ def to_problem(problem: Problem) -> list[str]:
     for t in dense:
         if t.shape[-2:] != (p.M, p.N):
             found.append(f"a bias of shape {t.shape}; its kernels take one that varies along queries and keys")
-        if t.dtype != p.dtype:
-            found.append(f"a {short(t.dtype)} bias beside {short(p.dtype)} queries; its kernels take equal dtypes")
-        if p.N % 8 and not may_copy(p, t):
+        if t.dtype not in (p.dtype, torch.float32):
+            beside = f"a {short(t.dtype)} bias beside {short(p.dtype)} queries"
+            found.append(f"{beside}; its kernels take one of the same dtype or float32")
+        unit = unit_of(t.dtype)
+        if p.N % unit and not may_copy(p, t):
             why = "too large to copy, or shared by too few"
-            found.append(f"{p.N} keys; bulk copies of a bias need a multiple of 8, and this one is {why}")
+            found.append(f"{p.N} keys; bulk copies of this bias need a multiple of {unit}, and it is {why}")
     if not dense and p.scale <= 0:
         found.append(f"scale {p.scale} without a bias; its kernels take positive ones")
     return found
+
+
+def _dtype_of(name: str, problem: Problem) -> torch.dtype:
+    """Of a tensor by its name: gradients of biases have their bias's, all others the queries'."""
+    return problem.terms[int(name[4:])].dtype if name.startswith(("bias", "grad")) else problem.dtype
 
 
 def to_layout(ops: Operands, by_pointer: Collection[str] = ()) -> list[str]:
@@ -71,7 +81,7 @@ def to_layout(ops: Operands, by_pointer: Collection[str] = ()) -> list[str]:
     found = [
         f"{name} of strides {view.strides} or its address is not in steps of 16 bytes"
         for name, view in copied.items()
-        if view.vec != 8
+        if view.vec != unit_of(_dtype_of(name, p))
     ]
     for name, view in copied.items():
         rows = p.N if name in ("k", "v", "dk", "dv") else p.M

@@ -108,6 +108,19 @@ def outer_steps(view: View) -> tuple[int, int, int]:
     return b0, b1, head
 
 
+def has_float32_bias(ops: Operands) -> bool:
+    return ops.has_dense and ops.problem.terms[0].dtype == torch.float32
+
+
+def unit_of(dtype: torch.dtype) -> int:
+    """Elements in the 16 bytes by which bulk copies step along rows."""
+    return 16 // dtype.itemsize
+
+
+def no_tile(ops: Operands) -> str:
+    return "no tile for these widths" + (" beside a float32 bias" if has_float32_bias(ops) else "")
+
+
 def items_share_bias(ops: Operands, count: int) -> bool:
     """Whether ``count`` neighbours along the last batch axis can stand around one tile of a bias that does not vary."""
     p = ops.problem
@@ -197,7 +210,7 @@ def boxed(ops: Operands, name: str, rows: int, columns: int) -> Boxed:
     outer = (*batch_of(ops), p.Hkv if on_keys else p.Hq)
     term = p.terms[int(name[4:])] if is_plane else None
     dtype = term.dtype if term else p.dtype
-    unit = 16 // dtype.itemsize  # the engine wants a stride of whole 16 bytes even where it never moves
+    unit = unit_of(dtype)  # the engine wants a stride of whole 16 bytes even where it never moves
     return Boxed(
         box=Box(
             slot=name,
