@@ -5,10 +5,15 @@ Rules, distances between a program's windows and what is held are those of ``win
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import triton
 
-from biasflash.backends.triton import window_plan, windows_long
-from biasflash.backends.triton.operands import Launch, Operands
+from biasflash.backends.triton import window_plan, windows_long, windows_long_backward
+from biasflash.backends.triton.operands import Launch, Operands, Slot
+from biasflash.backends.triton.recipe import Recipe, add_chunks
+from biasflash.backends.triton.window_plan import Gradient
 from biasflash.backends.triton.window_rules import WindowRule
 
 
@@ -34,3 +39,92 @@ def forward_launch(ops: Operands) -> Launch | None:
     names = {name: name for name in ("q", "k", "v", "out")}
     kernel = windows_long.long_forward_kernel
     return window_plan.window_launch(ops, kernel, rule, step, columns, names, tail(ops.problem.N))
+
+
+def pieces(length: int, side: int) -> tuple[tuple[int, bool], ...]:
+    """Queries in pieces of ``side`` and a smaller one for the rest: ``(side, whether it is not full)``."""
+    whole, rest = divmod(length, side)
+    found = [(side, False)] * whole
+    if rest:
+        last = window_plan.side(rest)
+        found.append((last, last > rest))
+    return tuple(found)
+
+
+def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grads: Sequence[int]) -> Recipe | None:
+    """The backward pass, or None where other kernels take the call; arguments as in ``window_plan.backward_recipe``.
+
+    Two kernels: by queries for dq and delta, then by keys.
+    """
+    p = ops.problem
+    by_queries, by_keys = choose(ops, "long dq"), choose(ops, "long dkdv")
+    if by_queries is None or by_keys is None or len(grads) > 1:
+        return None
+    gradient = window_plan.bias_gradient(ops, grads[0]) if grads else None
+    if grads and gradient is None:
+        return None
+    launches, statistics = [_by_queries(ops, by_queries, has_dlse, wanted, gradient)], p.batch_size * p.Hq * p.M
+    scratch = [("reference", statistics), ("delta", statistics)]
+    sums = gradient is not None and not gradient.stored
+    if sums or "dk" in wanted or "dv" in wanted:
+        launch, count = _by_keys(ops, by_keys, wanted, gradient if sums else None)
+        launches.append(launch)
+        if gradient is not None and sums:
+            if 4 * count > window_plan.SCRATCH_BYTES:
+                return None
+            total = gradient.period * (p.Hq if gradient.owns_head else 1) * p.M * p.N
+            launches.append(add_chunks(gradient.index, total, count // total, block=256, warps=2))
+            scratch.append((f"partial{gradient.index}", count))
+    chunked = (gradient.index,) if gradient is not None and sums else ()
+    return Recipe(launches=tuple(launches), scratch=tuple(scratch), chunked=chunked)
+
+
+def _names(wanted: Collection[str], *results: str) -> dict[str, str]:
+    """Slots by the kernel's names; results that are not wanted become pointers that are never used."""
+    names = {name: name for name in ("q", "k", "v", "dout")}
+    return names | {name: name if name in wanted else "dout" for name in results}
+
+
+def _by_queries(
+    ops: Operands, rule: WindowRule, has_dlse: bool, wanted: Collection[str], gradient: Gradient | None
+) -> Launch:
+    p = ops.problem
+    stored = gradient is not None and gradient.stored
+    names = _names(wanted, "dq")
+    names["dbias"] = f"grad{gradient.index}" if gradient is not None and stored else "dout"
+    columns = p.Hq * triton.cdiv(p.M, rule.tile.block_m)
+    own: dict[str, Any] = {
+        "WANT_DQ": "dq" in wanted,
+        "STORE_DS": stored,
+        "reference_ptr": Slot("reference"),
+        "delta_ptr": Slot("delta"),
+        "dlse_ptr": Slot("dlse" if has_dlse else "lse"),
+        "HAS_DLSE": has_dlse,
+        "PAIR": ops.constants["USE_LOW"],  # weights of rows as low as finfo.min need both halves of lse
+    }
+    kernel, step = windows_long_backward.long_dq_kernel, window_plan.choose_step(ops, rule, columns)
+    return window_plan.window_launch(ops, kernel, rule, step, columns, names, tail(p.N), **own)
+
+
+def _by_keys(
+    ops: Operands, rule: WindowRule, wanted: Collection[str], gradient: Gradient | None
+) -> tuple[Launch, int]:
+    """The launch, and how many partial sums it leaves for ``gradient``."""
+    p = ops.problem
+    needed = gradient.period if gradient is not None else 1
+    columns = p.Hq * triton.cdiv(p.N, rule.tile.block_n)
+    own: dict[str, Any] = {
+        "WANT_DK": "dk" in wanted,
+        "WANT_DV": "dv" in wanted,
+        "SUM_DS": gradient is not None,
+        "OWNS_HEAD": gradient is None or gradient.owns_head,
+        "period": needed,
+        "reference_ptr": Slot("reference"),
+        "delta_ptr": Slot("delta"),
+        "dbias_ptr": Slot("delta" if gradient is None else f"partial{gradient.index}"),
+        "PIECES": pieces(p.M, rule.tile.block_m),
+        "PAIR": ops.constants["USE_LOW"],
+    }
+    kernel, step = windows_long_backward.long_dkdv_kernel, window_plan.choose_step(ops, rule, columns, needed)
+    launch = window_plan.window_launch(ops, kernel, rule, step, columns, _names(wanted, "dk", "dv"), **own)
+    return launch, step * p.Hq * p.M * p.N

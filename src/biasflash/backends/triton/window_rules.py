@@ -107,6 +107,8 @@ RULES: tuple[WindowRule, ...] = (
         spill_bytes=272,
         capability=90,
     ),
+    _rule("long dq", (192, 144, 32, 2), (64, 128, 4, 2, None), 2, _NONE, "144 tokens", capability=90),
+    _rule("long dkdv", (192, 144, 32, 2), (64, 64, 4, 2, None), 2, _NONE, "144 tokens", capability=90),
     # ------------------------------------------------------------------------------------------------- float32, Hopper
     _rule("forward", (128, 64, 64, 4), (64, 64, 4, 1, None), 2, _NONE, "0.263 ms, general 0.274", capability=90),
     _rule(
