@@ -13,7 +13,7 @@ import torch
 
 import biasflash
 from biasflash import problem
-from biasflash.backends.triton import launch, window_plan
+from biasflash.backends.triton import launch, window_long_plan, window_plan
 from biasflash.backends.triton.operands import Device, Layout, Operands
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
@@ -25,7 +25,8 @@ FEW = Device(shared_memory=232448, multiprocessors=2)
 
 
 def window_forward(problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]) -> Recipe:
-    found = window_plan.forward_launch(Operands(problem, FEW, rows, terms))
+    ops = Operands(problem, FEW, rows, terms)
+    found = window_plan.forward_launch(ops) or window_long_plan.forward_launch(ops)
     assert found is not None, f"not a window: {problem}"
     return Recipe(launches=(found,))
 
@@ -42,7 +43,8 @@ def window_backward(
     wanted = [name for name in names if name in rows]
     rows = {**rows, **{name: rows["out"] for name in names if name not in rows}}
     ops = Operands(problem, FEW, rows, terms, {f"grad{i}": layout for i, layout in grads.items()})
-    found = window_plan.backward_recipe(ops, has_dlse, wanted, list(grads))
+    asked = ops, has_dlse, wanted, list(grads)
+    found = window_plan.backward_recipe(*asked) or window_long_plan.backward_recipe(*asked)
     assert found is not None, f"not a window: {problem}"
     return found
 
@@ -109,12 +111,46 @@ CASES = [
 ]
 
 
+LONG = [
+    small("12 x 12", 144, 144, biases=(SHARED,)),
+    small("a key more than one tile", 129, 129, H=1, batch=(3,), biases=(SHARED,)),
+    small("a tail of 32", 150, 150, H=1, batch=(3,), biases=(SHARED,)),
+    small("a tail of 64", 191, 191, H=1, batch=(3,), biases=(SHARED,)),
+    small("whole tiles", 192, 192, H=1, batch=(2,), biases=(SHARED,)),
+    small("no term", 130, 140, H=1, batch=(3,)),
+    small("cross", 144, 160, H=1, batch=(3,), biases=(SHARED,)),
+    small("few queries", 64, 144, H=1, batch=(3,), biases=(SHARED,)),
+    small("one query", 1, 144, biases=(SHARED,), return_lse=True),
+    small("queries of an odd number", 20, 150, batch=(3,), biases=(SHARED,)),
+    small("bias shared by heads too", 144, 144, batch=(3,), biases=(Bias(shape="11MN"),)),
+    small("bias of every window", 144, 144, H=1, batch=(3,), biases=(Bias(shape="BHMN"),), return_lse=True),
+    small("float32 bias of every window", 130, 141, H=1, batch=(3,), biases=(Bias(shape="BHMN", dtype="fp32"),)),
+    small("shifted windows", 144, 144, batch=(2, 3), biases=(Bias(shape="11HMN"),), masks=(Mask(shape="1B1MN"),)),
+    small("bias of each window of an image", 144, 144, H=1, batch=(3, 2), biases=(Bias(shape="1BHMN"),)),
+    small("causal", 144, 150, H=1, batch=(3,), biases=(SHARED,), causal=True, return_lse=True),
+    small("causal, few keys", 180, 144, H=1, batch=(3,), biases=(SHARED,), causal=True, return_lse=True),
+    small("dlse", 144, 144, H=1, batch=(3,), biases=(SHARED,), return_lse=True),
+    small("keys of nobody", 33, 150, biases=(SHARED,), masks=(Mask(shape="B11N", fill="key padding"),), poison=True),
+    small("rows that see nothing", 33, 141, biases=(SHARED,), masks=(Mask(shape="1HMN", fill="some rows empty"),)),
+    small("nothing is seen at all", 20, 144, masks=(Mask(shape="1111", fill="none"),), return_lse=True),
+    small("bias of -inf", 40, 150, biases=(Bias(shape="1HMN", values="some -inf"),), return_lse=True),
+    small("lowest bias", 40, 150, biases=(Bias(shape="1HMN", values="lowest"),)),
+    small("bfloat16 bias, large", 40, 150, biases=(Bias(shape="1HMN", values="large", dtype="bf16"),)),
+    small("only the bias is trained", 144, 144, H=1, batch=(3,), biases=(SHARED,), trained=""),
+    small("only queries", 40, 144, biases=(Bias(shape="1HMN", trained=False),), trained="q"),
+    small("only values", 40, 144, trained="v"),
+    small("odd widths", 40, 144, D=5, Dv=31, biases=(SHARED,)),
+    small("strides transposed", 40, 136, biases=(Bias(shape="1HMN", strides="transposed"),), strides="transposed"),
+    small("strides unaligned", 40, 144, biases=(Bias(shape="1HMN", strides="unaligned"),), strides="unaligned"),
+]
+
+
 #: float32 windows of more than 64 tokens, and wider than 32, go to the general kernels
 SHORT = [c for c in CASES if max(c.M, c.N) <= 64 and max(c.D, c.Dv) <= 32][::2]  # every other one: half the time
 
 
 @pytest.mark.usefixtures("_windows_only")
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *LONG], ids=lambda c: f"{c.name} {c.M} {c.N}")
 def test_float16(case: Case) -> None:
     result = conformance.run_case("triton", case, "cpu", "fp16")
     assert result.status == "passed", result.message

@@ -72,7 +72,7 @@ RULES: tuple[WindowRule, ...] = (
     _rule("forward", (128, 64, 64, 2), (64, 64, 4, 2, None), 4, _BIAS, "64 tokens, D 64: 0.209 ms, not held 0.257"),
     _rule("forward", (128, 128, 64, 2), (64, 128, 4, 3, None), 3, _BIAS, "128 tokens: 0.141 ms, 2 stages 0.172"),
     _rule(
-        "long forward", (192, 144, 32, 2), (64, 128, 4, 3, None), 2, _BIAS, "144 tokens", capability=90
+        "long forward", (192, 192, 32, 2), (64, 128, 4, 3, None), 2, _BIAS, "144 tokens", capability=90
     ),
     # ----------------------------------------------------------------------------------------------- backward, 16 bits
     _rule(
@@ -107,8 +107,8 @@ RULES: tuple[WindowRule, ...] = (
         spill_bytes=272,
         capability=90,
     ),
-    _rule("long dq", (192, 144, 32, 2), (64, 128, 4, 2, None), 2, _NONE, "144 tokens", capability=90),
-    _rule("long dkdv", (192, 144, 32, 2), (64, 64, 4, 2, None), 2, _NONE, "144 tokens", capability=90),
+    _rule("long dq", (192, 192, 32, 2), (64, 128, 4, 2, None), 2, _NONE, "144 tokens", capability=90),
+    _rule("long dkdv", (192, 192, 32, 2), (64, 64, 4, 2, None), 2, _BIAS, "144 tokens", capability=90),
     # ------------------------------------------------------------------------------------------------- float32, Hopper
     _rule("forward", (128, 64, 64, 4), (64, 64, 4, 1, None), 2, _NONE, "0.263 ms, general 0.274", capability=90),
     _rule(
