@@ -41,13 +41,13 @@ def forward_launch(ops: Operands) -> Launch | None:
     return window_plan.window_launch(ops, kernel, rule, step, columns, names, tail(ops.problem.N))
 
 
-def pieces(length: int, side: int) -> tuple[tuple[int, bool], ...]:
-    """Queries in pieces of ``side`` and a smaller one for the rest: ``(side, whether it is not full)``."""
+def pieces(length: int, side: int) -> tuple[tuple[int, bool, bool], ...]:
+    """Queries in pieces of ``side`` and a smaller one for the rest, as ``long_dkdv_kernel`` wants them."""
     whole, rest = divmod(length, side)
-    found = [(side, False)] * whole
+    found = [(side, False, side < 64)] * whole
     if rest:
         last = window_plan.side(rest)
-        found.append((last, last > rest))
+        found.append((last, last > rest, last < 64))
     return tuple(found)
 
 

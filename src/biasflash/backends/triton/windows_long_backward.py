@@ -156,23 +156,36 @@ def long_dq_kernel(
 
 
 @triton.jit
+def piece_zeros(M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr):
+    """Sums for one piece of queries."""
+    if TURNED:
+        return zeros(N, M)
+    else:
+        return zeros(M, N)
+
+
+@triton.jit
 def query_piece(
-    acc_dk, acc_dv, k, v, held, b, h, q_local, k_row, k_in,
+    acc_dk, acc_dv, k, v, held, b, h, q_local, k_local, k_own,
     q_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr, term_ptrs, sizes, q_strides, dout_strides, term_strides,
     M, heads, shift, scale, unit,
     TERMS: tl.constexpr, HELD: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, Q_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-    SUM_DS: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr, SHORT_M: tl.constexpr,
+    SUM_DS: tl.constexpr, WIDE: tl.constexpr, WIDE_HEADS: tl.constexpr, SHORT_M: tl.constexpr, TURNED: tl.constexpr,
     IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What one piece of queries adds to dk and dv of a tile of keys, and its score gradients ``[N, M]``."""
+    """What one piece of queries adds to dk and dv of a tile of keys, and its score gradients.
+
+    TURNED: they are keys x queries, else queries x keys.
+    """
     q_rows = inside(q_local, M, SHORT_M)
     q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC, WIDE_HEADS)
     dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC, WIDE_HEADS)
     q = load_rows(q_base, 0, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
+    k_pos, k_in = tl.expand_dims(k_local, TURNED), tl.expand_dims(k_own, TURNED)
     terms = window_terms(
-        held, term_ptrs, term_strides, b, h, sizes, 0, q_rows[None, :], k_row, k_in, TERMS, HELD, WIDE, WIDE_HEADS,
-        False,
+        held, term_ptrs, term_strides, b, h, sizes, 0, tl.expand_dims(q_rows, 1 - TURNED), k_pos, k_in, TERMS, HELD,
+        WIDE, WIDE_HEADS, False,
     )  # fmt: skip
     at = wide_if(b * heads + h, WIDE_HEADS) * M + q_rows
     reference = tl.load(reference_ptr + at)
@@ -182,20 +195,27 @@ def query_piece(
     if PAIR:
         low = tl.load(low_ptr + at) * LOG2E
     dout = load_rows(dout_base, 0, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [N, M]
-    y = score_tile(
-        s, terms, q_local[None, :], k_row, k_in, scale, shift, TERMS, SCALED, IS_CAUSAL, IS_CAUSAL
-    )
-    p = probability(y, reference[None, :], low[None, :], unit, PAIR)
+    if TURNED:
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [N, M]
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+    q_pos = tl.expand_dims(q_local, 1 - TURNED)
+    y = score_tile(s, terms, q_pos, k_pos, k_in, scale, shift, TERMS, SCALED, IS_CAUSAL, IS_CAUSAL)
+    p = probability(y, tl.expand_dims(reference, 1 - TURNED), tl.expand_dims(low, 1 - TURNED), unit, PAIR)
     if WANT_DV:
-        acc_dv = tl.dot(p.to(dout.dtype), dout, acc_dv, input_precision=PRECISION)  # [N, Dv]
+        weights = p.to(dout.dtype)
+        acc_dv = tl.dot(weights if TURNED else tl.trans(weights), dout, acc_dv, input_precision=PRECISION)  # [N, Dv]
     ds = p
     if WANT_DK or SUM_DS:
         delta = tl.load(delta_ptr + at)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [N, M]
-        ds = score_grad_tile(p, dp, delta[None, :], HAS_KEEP)
+        if TURNED:
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [N, M]
+        else:
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
+        ds = score_grad_tile(p, dp, tl.expand_dims(delta, 1 - TURNED), HAS_KEEP)
         if WANT_DK:
-            acc_dk = tl.dot(ds.to(q.dtype), q, acc_dk, input_precision=PRECISION)  # [N, D]
+            change = ds.to(q.dtype)
+            acc_dk = tl.dot(change if TURNED else tl.trans(change), q, acc_dk, input_precision=PRECISION)  # [N, D]
     return acc_dk, acc_dv, ds
 
 
@@ -215,9 +235,10 @@ def long_dkdv_kernel(
 ):  # fmt: skip
     """dk, dv of windows, and the sum of score gradients over a program's windows (see ``window_backward_kernel``).
 
-    Queries come in PIECES of BLOCK_M, the last one perhaps smaller: ``(side, whether it is not full)``. Tiles are keys x
-    queries, so that weights and score gradients enter the products from registers. Grid: one program per head
-    (fastest), key tile, and first window.
+    Queries come in PIECES of BLOCK_M, the last one perhaps smaller: ``(side, whether it is not full, whether its tile is
+    keys x queries)``. Queries x keys have two rows of statistics a thread where the other way has a sixteenth of all;
+    less than 64 queries are no rows for Hopper's products. Grid: one program per head (fastest), key tile, and first
+    window.
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -233,7 +254,7 @@ def long_dkdv_kernel(
     k_at = shifted_keys(k_start, N, BLOCK_N, False, EVEN_N)
     k_local = local(BLOCK_N, WIDE)
     k_own = owned(k_at, k_start, k_local, N, False)
-    k_row, k_in = (k_at + k_local)[:, None], k_own[:, None]
+    k_pos = k_at + k_local
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
@@ -242,10 +263,11 @@ def long_dkdv_kernel(
     for i in tl.static_range(len(PIECES)):
         q_rows = inside(i * BLOCK_M + local(PIECES[i][0], WIDE), M, PIECES[i][1])
         tiles_of_terms = held_terms(
-            term_ptrs, term_strides, first, h, sizes, 0, q_rows[None, :], k_row, k_in, TERMS, HELD, -1, WIDE, False
-        )
+            term_ptrs, term_strides, first, h, sizes, 0, tl.expand_dims(q_rows, 1 - PIECES[i][2]),
+            tl.expand_dims(k_pos, PIECES[i][2]), tl.expand_dims(k_own, PIECES[i][2]), TERMS, HELD, -1, WIDE, False,
+        )  # fmt: skip
         held = held + (tiles_of_terms,)  # noqa: RUF005
-        sums = sums + (zeros(BLOCK_N, PIECES[i][0]),)  # noqa: RUF005
+        sums = sums + (piece_zeros(PIECES[i][0], BLOCK_N, PIECES[i][2]),)  # noqa: RUF005
     for b in tl.range(first, batch, step, num_stages=STAGES):
         k_base = k_ptr + head_offset(b, h, k_strides, sizes, K_VEC, WIDE_HEADS)
         v_base = v_ptr + head_offset(b, h, v_strides, sizes, V_VEC, WIDE_HEADS)
@@ -257,10 +279,10 @@ def long_dkdv_kernel(
         for i in tl.static_range(len(PIECES)):
             q_local = i * BLOCK_M + local(PIECES[i][0], WIDE)
             dk, dv, ds = query_piece(
-                dk, dv, k, v, held[i], b, h, q_local, k_row, k_in, q_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr,
+                dk, dv, k, v, held[i], b, h, q_local, k_pos, k_own, q_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr,
                 term_ptrs, sizes, q_strides, dout_strides, term_strides, M, heads, shift, scale, unit, TERMS, HELD, D,
                 DV, BLOCK_D, BLOCK_DV, Q_VEC, DOUT_VEC, WANT_DK, WANT_DV, SUM_DS, WIDE, WIDE_HEADS, PIECES[i][1],
-                IS_CAUSAL, SCALED, PAIR, HAS_KEEP, PRECISION,
+                PIECES[i][2], IS_CAUSAL, SCALED, PAIR, HAS_KEEP, PRECISION,
             )  # fmt: skip
             new_sums = new_sums + (sums[i] + ds,)  # noqa: RUF005
         if SUM_DS:
@@ -276,6 +298,6 @@ def long_dkdv_kernel(
         if not OWNS_HEAD:
             place = (first // period * heads + h) * period + first % period
         for i in tl.static_range(len(PIECES)):
-            q_row = i * BLOCK_M + local(PIECES[i][0], WIDE)[None, :]
-            owns = k_in & (q_row < M)
-            tl.store(dbias_ptr + wide(place) * M * N + q_row * N + k_row, sums[i], mask=owns)
+            q_row = tl.expand_dims(i * BLOCK_M + local(PIECES[i][0], WIDE), 1 - PIECES[i][2])
+            k_row, k_in = tl.expand_dims(k_pos, PIECES[i][2]), tl.expand_dims(k_own, PIECES[i][2])
+            tl.store(dbias_ptr + wide(place) * M * N + q_row * N + k_row, sums[i], mask=k_in & (q_row < M))
