@@ -237,8 +237,8 @@ def window_backward_kernel(
     if not SCALED:
         unit = scale * LOG2E
     held = held_terms(
-        term_ptrs, term_strides, first, h, sizes, 0, q_rows[:, None], k_local[None, :], k_own[None, :], TERMS, HELD, FOLD,
-        WIDE, SHORT_N,
+        term_ptrs, term_strides, first, h, sizes, 0, q_rows[:, None], k_local[None, :], k_own[None, :], TERMS, HELD,
+        FOLD, WIDE, SHORT_N,
     )  # fmt: skip
     acc_ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for b in tl.range(first, batch, step, num_stages=STAGES):
@@ -253,8 +253,8 @@ def window_backward_kernel(
             HIDES_KEYS,
         )  # fmt: skip # [N, D]
         terms = window_terms(
-            held, term_ptrs, term_strides, b, h, sizes, 0, q_rows[:, None], k_local[None, :], k_own[None, :], TERMS, HELD,
-            WIDE, WIDE_HEADS, SHORT_N,
+            held, term_ptrs, term_strides, b, h, sizes, 0, q_rows[:, None], k_local[None, :], k_own[None, :], TERMS,
+            HELD, WIDE, WIDE_HEADS, SHORT_N,
         )  # fmt: skip
         at = wide_if(b * heads + h, WIDE_HEADS) * M + q_rows
         lse = tl.load(lse_ptr + at)

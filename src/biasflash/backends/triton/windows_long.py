@@ -60,13 +60,12 @@ def long_forward_kernel(
     t_local = BLOCK_N + local(TAIL, WIDE)
     t_rows = inside(t_local, N, SHORT_N)
     t_own = owned(0, 0, t_local, N, SHORT_N)
-    q_row, k_row, k_in, t_row, t_in = q_rows[:, None], k_local[None, :], k_own[None, :], t_local[None, :], t_own[None, :]
+    q_row, k_row, k_in = q_rows[:, None], k_local[None, :], k_own[None, :]
+    t_row, t_in = t_local[None, :], t_own[None, :]
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
-    held = held_terms(
-        term_ptrs, term_strides, first, h, sizes, q_at, q_row, k_row, k_in, TERMS, HELD, -1, WIDE, False
-    )
+    held = held_terms(term_ptrs, term_strides, first, h, sizes, q_at, q_row, k_row, k_in, TERMS, HELD, -1, WIDE, False)
     t_held = held_terms(
         term_ptrs, term_strides, first, h, sizes, q_at, q_row, t_row, t_in, TERMS, HELD, FOLD, WIDE, SHORT_N
     )

@@ -1,8 +1,8 @@
 # jit code is a language of its own: its names and types are Triton's
 """Backward of windows of 129 to 192 keys: by queries (dq, delta), then by keys (dk, dv, the sum for a shared bias).
 
-One program holds neither all pairs of a window (144 x 144 float32 sums are 324 registers of 64 threads) nor, beside
-two tiles of scores, the sums of a query tile. With delta known, the kernel by keys takes the queries in pieces: the
+No program holds the float32 sums of all pairs of a window (81 registers of 256 threads) beside its scores and their
+gradients: 1360 bytes of spills, offline on sm_90. With delta known, the kernel by keys takes the queries in pieces: the
 sums of all pieces stay, scores are there for one at a time.
 """
 
@@ -33,7 +33,8 @@ def row_delta(
     p, dp, p_tail, dp_tail, lse, dlse_ptr, at, PAIR: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_KEEP: tl.constexpr
 ):
     """The row sums of p dp over both tiles of keys, p normalised, less what comes in for the log-sum-exp."""
-    delta = tl.sum(score_grad_tile(p, dp, 0.0, HAS_KEEP), 1) + tl.sum(score_grad_tile(p_tail, dp_tail, 0.0, HAS_KEEP), 1)
+    delta = tl.sum(score_grad_tile(p, dp, 0.0, HAS_KEEP), 1)
+    delta += tl.sum(score_grad_tile(p_tail, dp_tail, 0.0, HAS_KEEP), 1)
     if not PAIR:  # weights add up to 1 but for the rounding of lse: 1e-3 at scores of 1e4, times q and k
         total = tl.sum(p, 1) + tl.sum(p_tail, 1)
         delta = delta / tl.where(total == 0.0, 1.0, total)
@@ -59,9 +60,9 @@ def long_dq_kernel(
 ):  # fmt: skip
     """dq and delta of windows of more than BLOCK_N keys, up to BLOCK_N + TAIL; SHORT_N: the tail is not full.
 
-    delta as in ``window_backward_kernel``. It and what is subtracted from scores (``row_reference``) are written for the
-    kernel by keys, float32 ``(batch, heads, M)``. STORE_DS writes the score gradients of every
-    window, the gradient of a bias of full shape. Grid: one program per head (fastest), query tile, and first window.
+    delta as in ``window_backward_kernel``. It and what is subtracted from scores (``row_reference``) are written for
+    the kernel by keys, float32 ``(batch, heads, M)``. STORE_DS writes the score gradients of every window, the gradient
+    of a bias of full shape. Grid: one program per head (fastest), query tile, and first window.
     """
     if EVEN_N:
         N = N // 8 * 8
@@ -83,13 +84,12 @@ def long_dq_kernel(
     t_local = BLOCK_N + local(TAIL, WIDE)
     t_rows = inside(t_local, N, SHORT_N)
     t_own = owned(0, 0, t_local, N, SHORT_N)
-    q_row, k_row, k_in, t_row, t_in = q_rows[:, None], k_local[None, :], k_own[None, :], t_local[None, :], t_own[None, :]
+    q_row, k_row, k_in = q_rows[:, None], k_local[None, :], k_own[None, :]
+    t_row, t_in = t_local[None, :], t_own[None, :]
     unit = LOG2E
     if not SCALED:
         unit = scale * LOG2E
-    held = held_terms(
-        term_ptrs, term_strides, first, h, sizes, q_at, q_row, k_row, k_in, TERMS, HELD, -1, WIDE, False
-    )
+    held = held_terms(term_ptrs, term_strides, first, h, sizes, q_at, q_row, k_row, k_in, TERMS, HELD, -1, WIDE, False)
     t_held = held_terms(
         term_ptrs, term_strides, first, h, sizes, q_at, q_row, t_row, t_in, TERMS, HELD, FOLD, WIDE, SHORT_N
     )
@@ -235,10 +235,10 @@ def long_dkdv_kernel(
 ):  # fmt: skip
     """dk, dv of windows, and the sum of score gradients over a program's windows (see ``window_backward_kernel``).
 
-    Queries come in PIECES of BLOCK_M, the last one perhaps smaller: ``(side, whether it is not full, whether its tile is
-    keys x queries)``. Queries x keys have two rows of statistics a thread where the other way has a sixteenth of all;
-    less than 64 queries are no rows for Hopper's products. Grid: one program per head (fastest), key tile, and first
-    window.
+    Queries come in PIECES of BLOCK_M, the last one perhaps smaller: ``(side, whether it is not full, whether its tile
+    is keys x queries)``. A thread has the statistics of two rows where queries are rows, of 16 for 64 queries where
+    keys are (54 more loads a window); but less than 64 queries are no rows for Hopper's products. Grid: one program per
+    head (fastest), key tile, and first window.
     """
     if EVEN_N:
         N = N // 8 * 8
