@@ -165,19 +165,30 @@ def test_float32(case: Case) -> None:
 
 @pytest.mark.usefixtures("_windows_only")
 @pytest.mark.parametrize("hold", [(), ("dense",), ("dense", "keep")], ids=lambda h: "+".join(h) or "nothing")
-@pytest.mark.parametrize("name", ["swin", "windows of two images", "rows that see nothing", "several terms", "causal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "swin",
+        "windows of two images",
+        "rows that see nothing",
+        "several terms",
+        "causal",
+        "shifted windows",
+        "a tail of 32",
+    ],
+)
 def test_what_is_held_does_not_change_results(
     monkeypatch: pytest.MonkeyPatch, name: str, hold: tuple[str, ...]
 ) -> None:
     rules = tuple(dataclasses.replace(rule, hold=hold) for rule in window_plan.RULES)
     monkeypatch.setattr(window_plan, "RULES", rules)
-    (case,) = (c for c in CASES if c.name == name)
+    case = next(c for c in [*CASES, *LONG] if c.name == name)
     result = conformance.run_case("triton", case, "cpu", "fp16")
     assert result.status == "passed", result.message
 
 
 @pytest.mark.usefixtures("_windows_only")
-@pytest.mark.parametrize("tokens", [20, 32])
+@pytest.mark.parametrize("tokens", [20, 32, 130])
 def test_scores_of_ten_thousands(tokens: int) -> None:
     """Weights of one key alone: the scores' gradient is 0, and no rounding of lse times a large q or k may stay."""
     torch.manual_seed(0)
@@ -196,11 +207,13 @@ def test_scores_of_ten_thousands(tokens: int) -> None:
     assert (dv.double() - wanted[2]).abs().amax() < 1e-2 * wanted[2].abs().amax()
 
 
-@pytest.mark.parametrize("name", ["windows of two images", "keys of nobody", "bias of every window"])
+@pytest.mark.parametrize(
+    "name", ["windows of two images", "keys of nobody", "bias of every window", "shifted windows", "cross"]
+)
 def test_64_bit_offsets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The instructions of tensors beyond 2^31 elements, on small ones."""
     monkeypatch.setattr(Operands, "_extent", lambda self, name, first_axis: 2**31)
-    (case,) = (c for c in CASES if c.name == name)
+    case = next(c for c in [*CASES, *LONG] if c.name == name)
     result = conformance.run_case("triton", case, "cpu", "fp16")
     assert result.status == "passed", result.message
 
@@ -228,6 +241,10 @@ def operands(case: Case, dtype: torch.dtype = torch.bfloat16, device: Device = F
 
 def backward(ops: Operands, grads: Sequence[int] = (0,)) -> Recipe | None:
     return window_plan.backward_recipe(ops, False, ("dq", "dk", "dv"), grads)
+
+
+def long_backward(ops: Operands, grads: Sequence[int] = (0,)) -> Recipe | None:
+    return window_long_plan.backward_recipe(ops, False, ("dq", "dk", "dv"), grads)
 
 
 H200 = Device(shared_memory=232448, multiprocessors=132)
@@ -271,8 +288,53 @@ def test_every_window_has_one_program_and_every_program_a_window(batch: int, col
     assert window_plan.cost(step, batch, columns, 132) <= plain
 
 
+def test_windows_of_144_tokens_sum_in_order_too() -> None:
+    swin = small("", 144, 144, H=6, batch=(2048,), D=32, Dv=32, biases=(SHARED,))
+    ops = operands(swin, device=H200)
+    forward, recipe = window_long_plan.forward_launch(ops), long_backward(ops)
+    assert window_plan.forward_launch(ops) is None
+    assert backward(ops) is None
+    assert forward is not None
+    assert recipe is not None
+    assert forward.arguments["TAIL"] == 16
+    assert forward.grid % 18 == 0  # query tiles of 6 heads
+    by_queries, by_keys, add = recipe.launches
+    assert str(by_queries).startswith("long_dq: ")
+    assert by_keys.arguments["PIECES"] == ((64, False, False), (64, False, False), (16, False, True))
+    assert (add.arguments["count"], add.arguments["chunks"]) == (6 * 144 * 144, by_keys.grid // 18)
+    assert recipe.scratch[-1] == ("partial0", by_keys.grid // 3 * 144 * 144)
+    assert recipe.chunked == (0,)
+
+
+@pytest.mark.parametrize("length", [1, 16, 20, 63, 64, 65, 128, 129, 144, 160, 191, 192])
+@pytest.mark.parametrize("side", [32, 64, 128])
+def test_pieces_hold_all_queries_once(length: int, side: int) -> None:
+    found = window_long_plan.pieces(length, side)
+    starts = range(0, length, side)
+    assert len(found) == len(starts)
+    for start, (rows, is_short, is_turned) in zip(starts, found, strict=True):
+        assert rows >= min(side, length - start)
+        assert is_short == (start + rows > length)
+        assert is_turned == (rows < 64)
+    assert not any(is_short for _, is_short, _ in found[:-1])
+
+
+def test_long_windows_keep_to_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = operands(small("", 144, 144, H=6, batch=(2048,), biases=(SHARED,)), device=H200)
+    found = long_backward(ops)
+    assert found is not None
+    count = dict(found.scratch)["partial0"]
+    monkeypatch.setattr(window_plan, "SCRATCH_BYTES", 4 * count - 1)
+    assert long_backward(ops) is None
+
+
 REFUSED = [
     small("longer than a window", 129, 20),
+    small("too many keys for any window", 20, 193),
+    small("too many queries for any window", 193, 144),
+    small("grouped heads, two tiles of keys", 144, 144, Hq=4, Hkv=2),
+    small("one row of bias for all queries, two tiles of keys", 144, 144, biases=(Bias(shape="1H1N"),)),
+    small("wide, two tiles of keys", 144, 144, D=128, biases=(SHARED,)),
     small("grouped heads", 20, 20, Hq=4, Hkv=2),
     small("one row of bias for all queries", 20, 20, biases=(Bias(shape="1H1N"),)),
     small("one column of bias for all keys", 20, 20, biases=(Bias(shape="1HM1"),)),
@@ -284,7 +346,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda c: c.name)
 def test_what_is_left_to_the_general_kernels(case: Case) -> None:
-    assert backward(operands(case), range(len(case.biases))) is None
+    ops = operands(case)
+    assert backward(ops, range(len(case.biases))) is None
+    assert long_backward(ops, range(len(case.biases))) is None
 
 
 def test_two_trained_biases_are_left_to_the_general_kernels() -> None:
