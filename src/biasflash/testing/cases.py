@@ -251,26 +251,10 @@ _MEDIUM = [
         biases=(Bias(shape="1HMN", dtype="fp32"),),
     ),
     _medium(
-        "window-191-lse",
-        "all but a key of three tiles, a gradient into lse",
-        191,
-        2,
-        32,
-        batch=(24,),
-        biases=(Bias(shape="1HMN"),),
-        return_lse=True,
+        "window-191", "loss on the log-sum-exp", 191, 2, 32, batch=(24,), biases=(Bias(shape="1HMN"),), return_lse=True
     ),
     _medium("window-144-full", "a bias of every window", 144, 2, 32, batch=(24,), biases=(Bias(shape="BHMN"),)),
-    _medium(
-        "window-160-causal",
-        "windows in order of time",
-        160,
-        2,
-        32,
-        batch=(24,),
-        causal=True,
-        biases=(Bias(shape="1HMN"),),
-    ),
+    _medium("window-160-causal", "windows of time", 160, 2, 32, batch=(24,), causal=True, biases=(Bias(shape="1HMN"),)),
     _medium(
         "window-144-160",
         "windows that look into larger ones",
