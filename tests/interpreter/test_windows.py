@@ -127,6 +127,8 @@ LONG = [
     small("float32 bias of every window", 130, 141, H=1, batch=(3,), biases=(Bias(shape="BHMN", dtype="fp32"),)),
     small("shifted windows", 144, 144, batch=(2, 3), biases=(Bias(shape="11HMN"),), masks=(Mask(shape="1B1MN"),)),
     small("bias of each window of an image", 144, 144, H=1, batch=(3, 2), biases=(Bias(shape="1BHMN"),)),
+    small("the same for all heads", 144, 144, batch=(3, 2), biases=(Bias(shape="1B1MN"),)),
+    small("too few windows to share", 144, 144, H=1, batch=(1,), biases=(SHARED,)),
     small("causal", 144, 150, H=1, batch=(3,), biases=(SHARED,), causal=True, return_lse=True),
     small("causal, few keys", 180, 144, H=1, batch=(3,), biases=(SHARED,), causal=True, return_lse=True),
     small("dlse", 144, 144, H=1, batch=(3,), biases=(SHARED,), return_lse=True),
@@ -297,12 +299,13 @@ def test_windows_of_144_tokens_sum_in_order_too() -> None:
     assert forward is not None
     assert recipe is not None
     assert forward.arguments["TAIL"] == 16
-    assert forward.grid % 18 == 0  # query tiles of 6 heads
+    assert forward.grid <= 132 * 3
+    assert forward.grid % 30 == 0  # of 6 heads, two windows: two query tiles each, and one of the last rows of both
     by_queries, by_keys, add = recipe.launches
     assert str(by_queries).startswith("long_dq: ")
     assert by_keys.arguments["PIECES"] == ((64, False, False), (64, False, False), (16, False, True))
-    assert (add.arguments["count"], add.arguments["chunks"]) == (6 * 144 * 144, by_keys.grid // 18)
-    assert recipe.scratch[-1] == ("partial0", by_keys.grid // 3 * 144 * 144)
+    assert (add.arguments["count"], add.arguments["chunks"]) == (6 * 144 * 144, by_keys.grid // 30 * 2)
+    assert recipe.scratch[-1] == ("partial0", by_keys.grid // 30 * 12 * 144 * 144)
     assert recipe.chunked == (0,)
 
 
@@ -317,6 +320,21 @@ def test_pieces_hold_all_queries_once(length: int, side: int) -> None:
         assert is_short == (start + rows > length)
         assert is_turned == (rows < 64)
     assert not any(is_short for _, is_short, _ in found[:-1])
+
+
+@pytest.mark.parametrize("length", [64, 65, 80, 81, 129, 144, 145, 192])
+@pytest.mark.parametrize("batch", [1, 2, 3, 100])
+def test_short_last_tiles_are_dealt_apart(length: int, batch: int) -> None:
+    ops = operands(small("", length, 144, H=1, batch=(batch,)), device=H200)
+    (rule, *_) = (r for r in window_plan.RULES if r.kernel == "long forward")
+    step, columns, dealt = window_long_plan.deal(ops, rule, length, 64)
+    if dealt["SHARE"] == 1:
+        assert (columns, dealt["LAST"]) == (-(-length // 64), 64)
+        assert step <= batch
+    else:
+        assert length % 64 in range(1, 17)
+        assert (columns, dealt["LAST"]) == (2 * (length // 64) + 1, 16)
+        assert 2 * step <= batch
 
 
 def test_long_windows_keep_to_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:

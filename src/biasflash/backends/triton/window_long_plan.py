@@ -11,11 +11,14 @@ from typing import Any
 
 import triton
 
-from biasflash.backends.triton import window_plan, windows_long, windows_long_backward
+from biasflash.backends.triton import window_plan, windows_long, windows_long_backward, windows_long_keys
 from biasflash.backends.triton.operands import Launch, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe, add_chunks
 from biasflash.backends.triton.window_plan import Gradient
 from biasflash.backends.triton.window_rules import WindowRule
+
+LEAST = 16  # the smallest side of a tile; one of so many rows takes half the instructions of one of 64
+SHARE = 2
 
 
 def choose(ops: Operands, kernel: str) -> WindowRule | None:
@@ -30,16 +33,30 @@ def tail(length: int) -> int:
     return window_plan.side(length) - window_plan.WHOLE
 
 
+def deal(ops: Operands, rule: WindowRule, length: int, side: int, needed: int = 1) -> tuple[int, int, dict[str, int]]:
+    """``(step, columns, constants)``: how windows and tiles of ``side`` along ``length`` are dealt to programs.
+
+    144 is two tiles of 64 and one of 16, whose programs take SHARE times as many windows.
+    """
+    whole, rest = divmod(length, side)
+    if whole and 0 < rest <= LEAST:
+        columns = ops.problem.Hq * (SHARE * whole + 1)
+        step = window_plan.choose_step(ops, rule, columns, needed)
+        if SHARE * step <= ops.problem.batch_size:
+            return step, columns, {"LAST": LEAST, "SHARE": SHARE}
+    columns = ops.problem.Hq * triton.cdiv(length, side)
+    return window_plan.choose_step(ops, rule, columns, needed), columns, {"LAST": side, "SHARE": 1}
+
+
 def forward_launch(ops: Operands) -> Launch | None:
     """The forward pass, or None where another kernel takes the call."""
     rule = choose(ops, "long forward")
     if rule is None:
         return None
-    columns = ops.problem.Hq * triton.cdiv(ops.problem.M, rule.tile.block_m)
-    step = window_plan.choose_step(ops, rule, columns)
+    step, columns, own = deal(ops, rule, ops.problem.M, rule.tile.block_m)
     names = {name: name for name in ("q", "k", "v", "out")}
     kernel = windows_long.long_forward_kernel
-    return window_plan.window_launch(ops, kernel, rule, step, columns, names, tail(ops.problem.N))
+    return window_plan.window_launch(ops, kernel, rule, step, columns, names, tail(ops.problem.N), **own)
 
 
 def pieces(length: int, side: int) -> tuple[tuple[int, bool, bool], ...]:
@@ -93,8 +110,9 @@ def _by_queries(
     stored = gradient is not None and gradient.stored
     names = _names(wanted, "dq")
     names["dbias"] = f"grad{gradient.index}" if gradient is not None and stored else "dout"
-    columns = p.Hq * triton.cdiv(p.M, rule.tile.block_m)
+    step, columns, dealt = deal(ops, rule, p.M, rule.tile.block_m)
     own: dict[str, Any] = {
+        **dealt,
         "WANT_DQ": "dq" in wanted,
         "STORE_DS": stored,
         "reference_ptr": Slot("reference"),
@@ -103,7 +121,7 @@ def _by_queries(
         "HAS_DLSE": has_dlse,
         "PAIR": ops.constants["USE_LOW"],  # weights of rows as low as finfo.min need both halves of lse
     }
-    kernel, step = windows_long_backward.long_dq_kernel, window_plan.choose_step(ops, rule, columns)
+    kernel = windows_long_backward.long_dq_kernel
     return window_plan.window_launch(ops, kernel, rule, step, columns, names, tail(p.N), **own)
 
 
@@ -113,8 +131,9 @@ def _by_keys(ops: Operands, rule: WindowRule, wanted: Collection[str], gradient:
     needed = gradient.period if gradient is not None else 1
     if gradient is None:
         rule = replace(rule, programs=rule.programs + 1)  # 147 to 158 registers without sums: one more fits
-    columns = p.Hq * triton.cdiv(p.N, rule.tile.block_n)
+    step, columns, dealt = deal(ops, rule, p.N, rule.tile.block_n, needed)
     own: dict[str, Any] = {
+        **dealt,
         "WANT_DK": "dk" in wanted,
         "WANT_DV": "dv" in wanted,
         "SUM_DS": gradient is not None,
@@ -126,6 +145,6 @@ def _by_keys(ops: Operands, rule: WindowRule, wanted: Collection[str], gradient:
         "PIECES": pieces(p.M, rule.tile.block_m),
         "PAIR": ops.constants["USE_LOW"],
     }
-    kernel, step = windows_long_backward.long_dkdv_kernel, window_plan.choose_step(ops, rule, columns, needed)
+    kernel = windows_long_keys.long_dkdv_kernel
     launch = window_plan.window_launch(ops, kernel, rule, step, columns, _names(wanted, "dk", "dv"), **own)
-    return launch, step * p.Hq * p.M * p.N
+    return launch, dealt["SHARE"] * step * p.Hq * p.M * p.N
