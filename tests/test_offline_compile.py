@@ -215,6 +215,6 @@ def test_kernel_fits_does_not_spill_and_uses_tensor_cores(
 def test_the_list_reaches_every_kernel_and_gpu() -> None:
     reached = {(p.values[2], p.values[0].kernel.__name__) for p in variants()}  # type: ignore[attr-defined]
     kernels = {"forward", "delta", "dq", "dkdv", "dq_from_ds", "dbias", "add_chunks", "merge", "count", "list"}
-    kernels |= {"window_forward", "window_backward", "long_forward", "long_dq", "long_dkdv"}
+    kernels |= {"window_forward", "window_backward", "long_window_forward", "long_window_dq", "long_window_dkdv"}
     assert {name for capability, name in reached if capability == 90} == {f"{kernel}_kernel" for kernel in kernels}
     assert {capability for capability, _ in reached} == set(DEVICES)

@@ -302,7 +302,7 @@ def test_windows_of_144_tokens_sum_in_order_too() -> None:
     assert forward.grid <= 132 * 3
     assert forward.grid % 30 == 0  # of 6 heads, two windows: two query tiles each, and one of the last rows of both
     by_queries, by_keys, add = recipe.launches
-    assert str(by_queries).startswith("long_dq: ")
+    assert str(by_queries).startswith("long_window_dq: ")
     assert by_keys.arguments["PIECES"] == ((64, False, False), (64, False, False), (16, False, True))
     assert (add.arguments["count"], add.arguments["chunks"]) == (6 * 144 * 144, by_keys.grid // 30 * 2)
     assert recipe.scratch[-1] == ("partial0", by_keys.grid // 30 * 12 * 144 * 144)
@@ -335,6 +335,13 @@ def test_short_last_tiles_are_dealt_apart(length: int, batch: int) -> None:
         assert length % 64 in range(1, 17)
         assert (columns, dealt["LAST"]) == (2 * (length // 64) + 1, 16)
         assert 2 * step <= batch
+
+
+def test_a_plane_of_every_window_takes_the_room_of_a_stage() -> None:
+    shared, own = (operands(small("", 144, 144, biases=(Bias(shape=shape),))) for shape in ("1HMN", "BHMN"))
+    for kernel in ("long forward", "long dq", "long dkdv"):
+        stages = [rule.tile.stages for rule in (window_long_plan.choose(o, kernel) for o in (shared, own)) if rule]
+        assert stages == [3, 2]
 
 
 def test_long_windows_keep_to_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:

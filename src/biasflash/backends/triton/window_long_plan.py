@@ -18,14 +18,24 @@ from biasflash.backends.triton.window_plan import Gradient
 from biasflash.backends.triton.window_rules import WindowRule
 
 LEAST = 16  # the smallest side of a tile; one of so many rows takes half the instructions of one of 64
-SHARE = 2
+SHARE = 2  # windows of a program that has such a tile, for one of a program that has another
 
 
 def choose(ops: Operands, kernel: str) -> WindowRule | None:
     """The rule of ``kernel`` for this call; None for keys that one tile holds, and where there is no rule."""
     if not window_plan.is_window(ops) or ops.problem.N <= window_plan.WHOLE:
         return None
-    return window_plan.choose(ops, kernel)
+    rule = window_plan.choose(ops, kernel)
+    if rule is None or not _has_own_planes(ops):
+        return rule
+    return replace(rule, tile=replace(rule.tile, stages=min(rule.tile.stages, 2)))
+
+
+def _has_own_planes(ops: Operands) -> bool:
+    """Whether every window has a bias plane of its own: 18 KiB a stage, of which three leave room for one program."""
+    terms = zip(ops.problem.terms, ops.term_views, strict=True)
+    planes = [view for term, view in terms if term.kind == "dense" and 0 not in view.strides[-2:]]
+    return any(window_plan.period(view, ops.sizes) is None for view in planes)
 
 
 def tail(length: int) -> int:
@@ -55,12 +65,12 @@ def forward_launch(ops: Operands) -> Launch | None:
         return None
     step, columns, own = deal(ops, rule, ops.problem.M, rule.tile.block_m)
     names = {name: name for name in ("q", "k", "v", "out")}
-    kernel = windows_long.long_forward_kernel
+    kernel = windows_long.long_window_forward_kernel
     return window_plan.window_launch(ops, kernel, rule, step, columns, names, tail(ops.problem.N), **own)
 
 
 def pieces(length: int, side: int) -> tuple[tuple[int, bool, bool], ...]:
-    """Queries in pieces of ``side`` and a smaller one for the rest, as ``long_dkdv_kernel`` wants them."""
+    """Queries in pieces of ``side`` and a smaller one for the rest, as ``long_window_dkdv_kernel`` wants them."""
     whole, rest = divmod(length, side)
     found = [(side, False, side < 64)] * whole
     if rest:
@@ -121,7 +131,7 @@ def _by_queries(
         "HAS_DLSE": has_dlse,
         "PAIR": ops.constants["USE_LOW"],  # weights of rows as low as finfo.min need both halves of lse
     }
-    kernel = windows_long_backward.long_dq_kernel
+    kernel = windows_long_backward.long_window_dq_kernel
     return window_plan.window_launch(ops, kernel, rule, step, columns, names, tail(p.N), **own)
 
 
@@ -129,8 +139,6 @@ def _by_keys(ops: Operands, rule: WindowRule, wanted: Collection[str], gradient:
     """The launch, and how many partial sums it leaves for ``gradient``."""
     p = ops.problem
     needed = gradient.period if gradient is not None else 1
-    if gradient is None:
-        rule = replace(rule, programs=rule.programs + 1)  # 147 to 158 registers without sums: one more fits
     step, columns, dealt = deal(ops, rule, p.N, rule.tile.block_n, needed)
     own: dict[str, Any] = {
         **dealt,
@@ -145,6 +153,6 @@ def _by_keys(ops: Operands, rule: WindowRule, wanted: Collection[str], gradient:
         "PIECES": pieces(p.M, rule.tile.block_m),
         "PAIR": ops.constants["USE_LOW"],
     }
-    kernel = windows_long_keys.long_dkdv_kernel
+    kernel = windows_long_keys.long_window_dkdv_kernel
     launch = window_plan.window_launch(ops, kernel, rule, step, columns, _names(wanted, "dk", "dv"), **own)
     return launch, dealt["SHARE"] * step * p.Hq * p.M * p.N

@@ -38,7 +38,7 @@ def forward_tile(
     LOW_RANGE: tl.constexpr, KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of the windows ``first, first + step, ...``, see ``long_forward_kernel``."""
+    """One query tile of the windows ``first, first + step, ...``, see ``long_window_forward_kernel``."""
     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
     q_local = local(BLOCK_M, WIDE)
     q_rows = inside(q_local, M, SHORT_M)
@@ -98,7 +98,7 @@ def forward_tile(
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "batch", "step", "shift"])
-def long_forward_kernel(
+def long_window_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, out_strides,
     term_strides, M, N, heads, batch, step, shift, scale,
     TERMS: tl.constexpr, HELD: tl.constexpr, FOLD: tl.constexpr, COMPARE: tl.constexpr, SAME: tl.constexpr,

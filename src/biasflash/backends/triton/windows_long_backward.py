@@ -54,7 +54,7 @@ def dq_tile(
     SCALED: tl.constexpr, PAIR: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of the windows ``first, first + step, ...``, see ``long_dq_kernel``."""
+    """One query tile of the windows ``first, first + step, ...``, see ``long_window_dq_kernel``."""
     q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
     q_local = local(BLOCK_M, WIDE)
     q_rows = inside(q_local, M, SHORT_M)
@@ -136,7 +136,7 @@ def dq_tile(
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "batch", "step", "shift"])
-def long_dq_kernel(
+def long_window_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, low_ptr, dlse_ptr, reference_ptr, delta_ptr, dq_ptr, dbias_ptr,
     term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, dq_strides, dbias_strides, term_strides, M, N,
     heads, batch, step, shift, scale,
@@ -154,7 +154,7 @@ def long_dq_kernel(
     delta as in ``window_backward_kernel``. It and what is subtracted from scores (``row_reference``) are written for
     the kernel by keys, float32 ``(batch, heads, M)``. STORE_DS writes the score gradients of every window, the gradient
     of a bias of full shape. LAST, SHARE and the grid as in
-    ``long_forward_kernel``.
+    ``long_window_forward_kernel``.
     """
     if EVEN_N:
         N = N // 8 * 8

@@ -102,7 +102,7 @@ def keys_tile(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
     SHARE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One key tile of the windows ``first, first + step, ...``, see ``long_dkdv_kernel``."""
+    """One key tile of the windows ``first, first + step, ...``, see ``long_window_dkdv_kernel``."""
     k_at = shifted_keys(k_start, N, BLOCK_N, False, EVEN_N)
     k_local = local(BLOCK_N, WIDE)
     k_own = owned(k_at, k_start, k_local, N, False)
@@ -159,7 +159,7 @@ def keys_tile(
 
 
 @triton.jit(do_not_specialize=["M", "N", "heads", "batch", "step", "shift", "period"])
-def long_dkdv_kernel(
+def long_window_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, low_ptr, delta_ptr, dk_ptr, dv_ptr, dbias_ptr, term_ptrs, sizes,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, term_strides, M, N, heads, batch, step,
     shift, period, scale,
@@ -176,7 +176,7 @@ def long_dkdv_kernel(
     Queries come in PIECES of BLOCK_M, the last one perhaps smaller: ``(side, whether it is not full, whether its tile
     is keys x queries)``. A thread has the statistics of two rows where queries are rows, of 16 for 64 queries where
     keys are (54 more loads a window); but less than 64 queries are no rows for Hopper's products. LAST, SHARE and the
-    grid as in ``long_forward_kernel``, for tiles of keys.
+    grid as in ``long_window_forward_kernel``, for tiles of keys.
     """
     if EVEN_N:
         N = N // 8 * 8
