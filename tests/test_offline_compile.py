@@ -113,6 +113,11 @@ ON_H200 = [
     Asked(name="listed mask d64", M=4096, B=8, masks=("B1MN",)),
     Asked(name="listed mask d128, causal", D=128, M=4096, B=8, masks=("B1MN",), causal=True),
     Asked(name="listed mask d64, odd lengths", M=4001, B=9, masks=("B1MN",)),
+    Asked(name="window of 144", M=144, D=32, Hq=6, Hkv=6, B=2048, biases=SHARED),
+    Asked(name="window of 144, mask", M=144, D=32, Hq=6, Hkv=6, B=2048, biases=SHARED, masks=("B1MN",)),
+    Asked(name="window of 144, full bias d64", M=144, B=2048, biases=FULL),
+    Asked(name="window of 160, causal", M=160, D=32, B=2048, biases=SHARED, causal=True),
+    Asked(name="window of 150 over 191, half precision", M=150, N=191, D=32, B=2048, dtype=F16, biases=SHARED),
     Asked(name="float32 d64", dtype=F32, biases=SHARED),
     Asked(name="float32 d80", D=80, dtype=F32, biases=SHARED),
     Asked(name="float32 d128", D=128, dtype=F32, biases=FULL),
@@ -125,6 +130,7 @@ ELSEWHERE = [
     Asked(name="shared bias d64", biases=SHARED),
     Asked(name="one query, grouped d128", D=128, M=1, N=16384, B=1, Hkv=1),
     Asked(name="listed mask d64", M=4096, B=8, masks=("B1MN",)),
+    Asked(name="window of 144", M=144, D=32, Hq=6, Hkv=6, B=2048, biases=SHARED),
     Asked(name="float32 d64", dtype=F32),
 ]
 
@@ -209,6 +215,6 @@ def test_kernel_fits_does_not_spill_and_uses_tensor_cores(
 def test_the_list_reaches_every_kernel_and_gpu() -> None:
     reached = {(p.values[2], p.values[0].kernel.__name__) for p in variants()}  # type: ignore[attr-defined]
     kernels = {"forward", "delta", "dq", "dkdv", "dq_from_ds", "dbias", "add_chunks", "merge", "count", "list"}
-    kernels |= {"window_forward", "window_backward"}
+    kernels |= {"window_forward", "window_backward", "long_window_forward", "long_window_dq", "long_window_dkdv"}
     assert {name for capability, name in reached if capability == 90} == {f"{kernel}_kernel" for kernel in kernels}
     assert {capability for capability, _ in reached} == set(DEVICES)

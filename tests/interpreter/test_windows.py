@@ -13,7 +13,7 @@ import torch
 
 import biasflash
 from biasflash import problem
-from biasflash.backends.triton import launch, window_plan
+from biasflash.backends.triton import launch, window_long_plan, window_plan
 from biasflash.backends.triton.operands import Device, Layout, Operands
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
@@ -25,7 +25,8 @@ FEW = Device(shared_memory=232448, multiprocessors=2)
 
 
 def window_forward(problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]) -> Recipe:
-    found = window_plan.forward_launch(Operands(problem, FEW, rows, terms))
+    ops = Operands(problem, FEW, rows, terms)
+    found = window_plan.forward_launch(ops) or window_long_plan.forward_launch(ops)
     assert found is not None, f"not a window: {problem}"
     return Recipe(launches=(found,))
 
@@ -42,7 +43,8 @@ def window_backward(
     wanted = [name for name in names if name in rows]
     rows = {**rows, **{name: rows["out"] for name in names if name not in rows}}
     ops = Operands(problem, FEW, rows, terms, {f"grad{i}": layout for i, layout in grads.items()})
-    found = window_plan.backward_recipe(ops, has_dlse, wanted, list(grads))
+    asked = ops, has_dlse, wanted, list(grads)
+    found = window_plan.backward_recipe(*asked) or window_long_plan.backward_recipe(*asked)
     assert found is not None, f"not a window: {problem}"
     return found
 
@@ -109,12 +111,48 @@ CASES = [
 ]
 
 
+LONG = [
+    small("12 x 12", 144, 144, biases=(SHARED,)),
+    small("a key more than one tile", 129, 129, H=1, batch=(3,), biases=(SHARED,)),
+    small("a tail of 32", 150, 150, H=1, batch=(3,), biases=(SHARED,)),
+    small("a tail of 64", 191, 191, H=1, batch=(3,), biases=(SHARED,)),
+    small("whole tiles", 192, 192, H=1, batch=(2,), biases=(SHARED,)),
+    small("no term", 130, 140, H=1, batch=(3,)),
+    small("cross", 144, 160, H=1, batch=(3,), biases=(SHARED,)),
+    small("few queries", 64, 144, H=1, batch=(3,), biases=(SHARED,)),
+    small("one query", 1, 144, biases=(SHARED,), return_lse=True),
+    small("queries of an odd number", 20, 150, batch=(3,), biases=(SHARED,)),
+    small("bias shared by heads too", 144, 144, batch=(3,), biases=(Bias(shape="11MN"),)),
+    small("bias of every window", 144, 144, H=1, batch=(3,), biases=(Bias(shape="BHMN"),), return_lse=True),
+    small("float32 bias of every window", 130, 141, H=1, batch=(3,), biases=(Bias(shape="BHMN", dtype="fp32"),)),
+    small("shifted windows", 144, 144, batch=(2, 3), biases=(Bias(shape="11HMN"),), masks=(Mask(shape="1B1MN"),)),
+    small("bias of each window of an image", 144, 144, H=1, batch=(3, 2), biases=(Bias(shape="1BHMN"),)),
+    small("the same for all heads", 144, 144, batch=(3, 2), biases=(Bias(shape="1B1MN"),)),
+    small("too few windows to share", 144, 144, H=1, batch=(1,), biases=(SHARED,)),
+    small("causal", 144, 150, H=1, batch=(3,), biases=(SHARED,), causal=True, return_lse=True),
+    small("causal, few keys", 180, 144, H=1, batch=(3,), biases=(SHARED,), causal=True, return_lse=True),
+    small("dlse", 144, 144, H=1, batch=(3,), biases=(SHARED,), return_lse=True),
+    small("keys of nobody", 33, 150, biases=(SHARED,), masks=(Mask(shape="B11N", fill="key padding"),), poison=True),
+    small("rows that see nothing", 33, 141, biases=(SHARED,), masks=(Mask(shape="1HMN", fill="some rows empty"),)),
+    small("nothing is seen at all", 20, 144, masks=(Mask(shape="1111", fill="none"),), return_lse=True),
+    small("bias of -inf", 40, 150, biases=(Bias(shape="1HMN", values="some -inf"),), return_lse=True),
+    small("lowest bias", 40, 150, biases=(Bias(shape="1HMN", values="lowest"),)),
+    small("bfloat16 bias, large", 40, 150, biases=(Bias(shape="1HMN", values="large", dtype="bf16"),)),
+    small("only the bias is trained", 144, 144, H=1, batch=(3,), biases=(SHARED,), trained=""),
+    small("only queries", 40, 144, biases=(Bias(shape="1HMN", trained=False),), trained="q"),
+    small("only values", 40, 144, trained="v"),
+    small("odd widths", 40, 144, D=5, Dv=31, biases=(SHARED,)),
+    small("strides transposed", 40, 136, biases=(Bias(shape="1HMN", strides="transposed"),), strides="transposed"),
+    small("strides unaligned", 40, 144, biases=(Bias(shape="1HMN", strides="unaligned"),), strides="unaligned"),
+]
+
+
 #: float32 windows of more than 64 tokens, and wider than 32, go to the general kernels
 SHORT = [c for c in CASES if max(c.M, c.N) <= 64 and max(c.D, c.Dv) <= 32][::2]  # every other one: half the time
 
 
 @pytest.mark.usefixtures("_windows_only")
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *LONG], ids=lambda c: f"{c.name} {c.M} {c.N}")
 def test_float16(case: Case) -> None:
     result = conformance.run_case("triton", case, "cpu", "fp16")
     assert result.status == "passed", result.message
@@ -129,19 +167,30 @@ def test_float32(case: Case) -> None:
 
 @pytest.mark.usefixtures("_windows_only")
 @pytest.mark.parametrize("hold", [(), ("dense",), ("dense", "keep")], ids=lambda h: "+".join(h) or "nothing")
-@pytest.mark.parametrize("name", ["swin", "windows of two images", "rows that see nothing", "several terms", "causal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "swin",
+        "windows of two images",
+        "rows that see nothing",
+        "several terms",
+        "causal",
+        "shifted windows",
+        "a tail of 32",
+    ],
+)
 def test_what_is_held_does_not_change_results(
     monkeypatch: pytest.MonkeyPatch, name: str, hold: tuple[str, ...]
 ) -> None:
     rules = tuple(dataclasses.replace(rule, hold=hold) for rule in window_plan.RULES)
     monkeypatch.setattr(window_plan, "RULES", rules)
-    (case,) = (c for c in CASES if c.name == name)
+    case = next(c for c in [*CASES, *LONG] if c.name == name)
     result = conformance.run_case("triton", case, "cpu", "fp16")
     assert result.status == "passed", result.message
 
 
 @pytest.mark.usefixtures("_windows_only")
-@pytest.mark.parametrize("tokens", [20, 32])
+@pytest.mark.parametrize("tokens", [20, 32, 130])
 def test_scores_of_ten_thousands(tokens: int) -> None:
     """Weights of one key alone: the scores' gradient is 0, and no rounding of lse times a large q or k may stay."""
     torch.manual_seed(0)
@@ -160,11 +209,13 @@ def test_scores_of_ten_thousands(tokens: int) -> None:
     assert (dv.double() - wanted[2]).abs().amax() < 1e-2 * wanted[2].abs().amax()
 
 
-@pytest.mark.parametrize("name", ["windows of two images", "keys of nobody", "bias of every window"])
+@pytest.mark.parametrize(
+    "name", ["windows of two images", "keys of nobody", "bias of every window", "shifted windows", "cross"]
+)
 def test_64_bit_offsets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The instructions of tensors beyond 2^31 elements, on small ones."""
     monkeypatch.setattr(Operands, "_extent", lambda self, name, first_axis: 2**31)
-    (case,) = (c for c in CASES if c.name == name)
+    case = next(c for c in [*CASES, *LONG] if c.name == name)
     result = conformance.run_case("triton", case, "cpu", "fp16")
     assert result.status == "passed", result.message
 
@@ -192,6 +243,10 @@ def operands(case: Case, dtype: torch.dtype = torch.bfloat16, device: Device = F
 
 def backward(ops: Operands, grads: Sequence[int] = (0,)) -> Recipe | None:
     return window_plan.backward_recipe(ops, False, ("dq", "dk", "dv"), grads)
+
+
+def long_backward(ops: Operands, grads: Sequence[int] = (0,)) -> Recipe | None:
+    return window_long_plan.backward_recipe(ops, False, ("dq", "dk", "dv"), grads)
 
 
 H200 = Device(shared_memory=232448, multiprocessors=132)
@@ -235,8 +290,76 @@ def test_every_window_has_one_program_and_every_program_a_window(batch: int, col
     assert window_plan.cost(step, batch, columns, 132) <= plain
 
 
+def test_windows_of_144_tokens_sum_in_order_too() -> None:
+    swin = small("", 144, 144, H=6, batch=(2048,), D=32, Dv=32, biases=(SHARED,))
+    ops = operands(swin, device=H200)
+    forward, recipe = window_long_plan.forward_launch(ops), long_backward(ops)
+    assert window_plan.forward_launch(ops) is None
+    assert backward(ops) is None
+    assert forward is not None
+    assert recipe is not None
+    assert forward.arguments["TAIL"] == 16
+    assert forward.grid <= 132 * 3
+    assert forward.grid % 30 == 0  # of 6 heads, two windows: two query tiles each, and one of the last rows of both
+    by_queries, by_keys, add = recipe.launches
+    assert str(by_queries).startswith("long_window_dq: ")
+    assert by_keys.arguments["PIECES"] == ((64, False, False), (64, False, False), (16, False, True))
+    assert (add.arguments["count"], add.arguments["chunks"]) == (6 * 144 * 144, by_keys.grid // 30 * 2)
+    assert recipe.scratch[-1] == ("partial0", by_keys.grid // 30 * 12 * 144 * 144)
+    assert recipe.chunked == (0,)
+
+
+@pytest.mark.parametrize("length", [1, 16, 20, 63, 64, 65, 128, 129, 144, 160, 191, 192])
+@pytest.mark.parametrize("side", [32, 64, 128])
+def test_pieces_hold_all_queries_once(length: int, side: int) -> None:
+    found = window_long_plan.pieces(length, side)
+    starts = range(0, length, side)
+    assert len(found) == len(starts)
+    for start, (rows, is_short, is_turned) in zip(starts, found, strict=True):
+        assert rows >= min(side, length - start)
+        assert is_short == (start + rows > length)
+        assert is_turned == (rows < 64)
+    assert not any(is_short for _, is_short, _ in found[:-1])
+
+
+@pytest.mark.parametrize("length", [64, 65, 80, 81, 129, 144, 145, 192])
+@pytest.mark.parametrize("batch", [1, 2, 3, 100])
+def test_short_last_tiles_are_dealt_apart(length: int, batch: int) -> None:
+    ops = operands(small("", length, 144, H=1, batch=(batch,)), device=H200)
+    (rule, *_) = (r for r in window_plan.RULES if r.kernel == "long forward")
+    step, columns, dealt = window_long_plan.deal(ops, rule, length, 64)
+    if dealt["SHARE"] == 1:
+        assert (columns, dealt["LAST"]) == (-(-length // 64), 64)
+        assert step <= batch
+    else:
+        assert length % 64 in range(1, 17)
+        assert (columns, dealt["LAST"]) == (2 * (length // 64) + 1, 16)
+        assert 2 * step <= batch
+
+
+def test_a_plane_of_every_window_takes_the_room_of_a_stage() -> None:
+    shared, own = (operands(small("", 144, 144, biases=(Bias(shape=shape),))) for shape in ("1HMN", "BHMN"))
+    for kernel in ("long forward", "long dq", "long dkdv"):
+        stages = [rule.tile.stages for rule in (window_long_plan.choose(o, kernel) for o in (shared, own)) if rule]
+        assert stages == [3, 2]
+
+
+def test_long_windows_keep_to_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = operands(small("", 144, 144, H=6, batch=(2048,), biases=(SHARED,)), device=H200)
+    found = long_backward(ops)
+    assert found is not None
+    count = dict(found.scratch)["partial0"]
+    monkeypatch.setattr(window_plan, "SCRATCH_BYTES", 4 * count - 1)
+    assert long_backward(ops) is None
+
+
 REFUSED = [
     small("longer than a window", 129, 20),
+    small("too many keys for any window", 20, 193),
+    small("too many queries for any window", 193, 144),
+    small("grouped heads, two tiles of keys", 144, 144, Hq=4, Hkv=2),
+    small("one row of bias for all queries, two tiles of keys", 144, 144, biases=(Bias(shape="1H1N"),)),
+    small("wide, two tiles of keys", 144, 144, D=128, biases=(SHARED,)),
     small("grouped heads", 20, 20, Hq=4, Hkv=2),
     small("one row of bias for all queries", 20, 20, biases=(Bias(shape="1H1N"),)),
     small("one column of bias for all keys", 20, 20, biases=(Bias(shape="1HM1"),)),
@@ -248,7 +371,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda c: c.name)
 def test_what_is_left_to_the_general_kernels(case: Case) -> None:
-    assert backward(operands(case), range(len(case.biases))) is None
+    ops = operands(case)
+    assert backward(ops, range(len(case.biases))) is None
+    assert long_backward(ops, range(len(case.biases))) is None
 
 
 def test_two_trained_biases_are_left_to_the_general_kernels() -> None:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 import triton
 
-from biasflash.backends.triton import backward, backward_bias, backward_rows, geometry, tile_plan, window_plan
+from biasflash.backends.triton import (
+    backward,
+    backward_bias,
+    backward_rows,
+    geometry,
+    tile_plan,
+    window_long_plan,
+    window_plan,
+)
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe, Sum, add_chunks
 from biasflash.problem import Problem
@@ -139,7 +147,8 @@ class BackwardPlan:
 
     def _windows(self) -> Recipe | None:
         wanted = [name for name, want in self.want.items() if want]
-        return window_plan.backward_recipe(self.ops, self.has_dlse, wanted, self.grads)
+        asked = self.ops, self.has_dlse, wanted, self.grads
+        return window_plan.backward_recipe(*asked) or window_long_plan.backward_recipe(*asked)
 
     def _launches(self) -> Iterator[Launch]:
         if self.lists is not None:

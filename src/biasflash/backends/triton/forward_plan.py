@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import triton
 
-from biasflash.backends.triton import forward, merge, tile_plan, widths, window_plan
+from biasflash.backends.triton import forward, merge, tile_plan, widths, window_long_plan, window_plan
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.operands import Device, Launch, Layout, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe
@@ -115,7 +115,7 @@ def forward_recipe(problem: Problem, device: Device, rows: Mapping[str, Layout],
         return _whole(Operands(problem, device, rows, terms), None)
     problem, rows, terms = packed(problem, rows, terms) or (problem, rows, terms)
     ops = Operands(problem, device, rows, terms)
-    windows = window_plan.forward_launch(ops)
+    windows = window_plan.forward_launch(ops) or window_long_plan.forward_launch(ops)
     if windows is not None:
         return Recipe(launches=(windows,))
     tile, _ = ops.tile("forward")

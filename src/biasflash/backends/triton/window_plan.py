@@ -10,137 +10,28 @@ from typing import Any
 import triton
 
 from biasflash.backends.triton import windows
-from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.geometry import View
 from biasflash.backends.triton.operands import Launch, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe, add_chunks
+from biasflash.backends.triton.window_rules import RULES, WindowRule
 from biasflash.problem import Term
 
-MAX_LENGTH = 128  # longest sequence that is a window
+WHOLE = 128  # longest sequence in one tile; beyond, keys are a tile of that many and a tail (``window_long_plan``)
+MAX_LENGTH = WHOLE + 64  # longest sequence that is a window
 SCRATCH_BYTES = 64 * 2**20  # partial sums of a shared bias's gradient take at most so much float32 scratch
 START_COST = 2  # what starting a program costs, in windows
 MAX_ROUNDS = 4  # programs may come in at most so many rounds over the GPU
 
 
-@dataclass(frozen=True, kw_only=True)
-class WindowRule:
-    """When (pass, tile sides, widest width, element size) -> tile, programs, what is held -> why; the first that fits.
-
-    ``tile`` gives upper limits of the sides: forward query tiles may be shorter than the sequence. ``programs`` are
-    those that run on one multiprocessor at a time. ``hold`` names the kinds of terms whose tiles stay in registers
-    where all windows of a program share them; others are read from memory (L1 or L2) for every window. Planes that
-    are not aligned are held whatever their kind: read element by element they cost 32 loads a thread, and registers.
-    """
-
-    kernel: str
-    queries: int
-    keys: int
-    width: int
-    itemsize: int
-    tile: TileConfig
-    programs: int
-    hold: tuple[str, ...]
-    why: str
-    capability: int | None = None
-
-
-def _rule(
-    kernel: str,
-    limits: tuple[int, int, int, int],
-    tile: tuple[int, int, int, int, int | None],
-    programs: int,
-    hold: tuple[str, ...],
-    why: str,
-    *,
-    spill_bytes: int = 0,
-    capability: int | None = None,
-) -> WindowRule:
-    queries, keys, width, itemsize = limits
-    m, n, warps, stages, registers = tile
-    config = TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers, spill_bytes=spill_bytes)
-    return WindowRule(
-        kernel=kernel,
-        queries=queries,
-        keys=keys,
-        width=width,
-        itemsize=itemsize,
-        tile=config,
-        programs=programs,
-        hold=hold,
-        why=why,
-        capability=capability,
-    )
-
-
-_BIAS, _NONE = ("dense",), ()
-#: milliseconds are an H200's for 8192 x 6 windows (4096 of 128 tokens), bfloat16, a shared bias; spills ptxas reports
-RULES: tuple[WindowRule, ...] = (
-    # ------------------------------------------------------------------------------------------------ forward, 16 bits
-    _rule(
-        "forward",
-        (128, 64, 32, 2),
-        (64, 64, 4, 2, None),
-        4,
-        _BIAS,
-        "64 tokens: 0.243 ms, 3 stages 0.269, not held 0.254",
-    ),
-    _rule("forward", (128, 64, 64, 2), (64, 64, 4, 2, None), 4, _BIAS, "64 tokens, D 64: 0.209 ms, not held 0.257"),
-    _rule("forward", (128, 128, 64, 2), (64, 128, 4, 3, None), 3, _BIAS, "128 tokens: 0.141 ms, 2 stages 0.172"),
-    # ----------------------------------------------------------------------------------------------- backward, 16 bits
-    _rule(
-        "backward",
-        (64, 64, 32, 2),
-        (64, 64, 4, 3, None),
-        2,
-        _BIAS,
-        "64 tokens: 0.443 ms, 2 stages 0.546, not held 0.481; 49 tokens: 0.373, 2 stages 0.522",
-        capability=90,
-    ),
-    _rule(
-        "backward", (64, 64, 32, 2), (64, 64, 4, 2, None), 2, _NONE, "sm_80: 32 to 56 bytes of spills", spill_bytes=56
-    ),
-    _rule(
-        "backward",
-        (64, 64, 64, 2),
-        (64, 64, 4, 2, None),
-        2,
-        _BIAS,
-        "64 tokens, D 64: 0.410 ms, 1 stage 0.427, not held 0.417",
-        capability=90,
-    ),
-    _rule("backward", (64, 64, 64, 2), (64, 64, 4, 1, None), 2, _NONE, "sm_80: two stages spill", spill_bytes=16),
-    _rule(
-        "backward",
-        (128, 128, 32, 2),
-        (128, 128, 8, 3, None),
-        1,
-        _NONE,
-        "128 tokens: 0.360 ms, 2 stages 0.465, held 0.504",
-        spill_bytes=272,
-        capability=90,
-    ),
-    # ------------------------------------------------------------------------------------------------- float32, Hopper
-    _rule("forward", (128, 64, 64, 4), (64, 64, 4, 1, None), 2, _NONE, "0.263 ms, general 0.274", capability=90),
-    _rule(
-        "backward",
-        (64, 64, 32, 4),
-        (64, 64, 4, 1, None),
-        2,
-        _NONE,
-        "forward and backward 0.75 ms, general 1.21; sm_80 spills 1360 bytes",
-        spill_bytes=280,
-        capability=90,
-    ),
-)
-
-
 def side(length: int) -> int:
-    """The power of two, at least 16, that holds an axis."""
+    """What holds an axis: a power of two, at least 16; above 128 that many and a tail."""
+    if length > WHOLE:
+        return WHOLE + side(length - WHOLE)
     return max(16, int(triton.next_power_of_2(length)))
 
 
 def choose(ops: Operands, kernel: str) -> WindowRule | None:
-    """The first rule for this call, its tile no larger than the sequences; None where there is none."""
+    """The first rule of ``kernel`` for this call, its tile no larger than the sequences; None where there is none."""
     p, c = ops.problem, ops.constants
     queries, keys, width = side(p.M), side(p.N), max(c["BLOCK_D"], c["BLOCK_DV"])
     for rule in RULES:
@@ -161,7 +52,7 @@ def _fitted(rule: WindowRule, queries: int, keys: int, capability: int) -> Windo
     """
     tile = rule.tile
     block_m, block_n = min(tile.block_m, queries), min(tile.block_n, keys)
-    rows = max(block_m, block_n) if rule.kernel == "backward" else block_m
+    rows = {"backward": max(block_m, block_n), "long dkdv": block_n}.get(rule.kernel, block_m)
     warps = min(tile.warps, rows // 16)
     registers = tile.registers if capability == 90 and (block_m, block_n) == (tile.block_m, tile.block_n) else None
     tile = replace(tile, block_m=block_m, block_n=block_n, warps=warps, registers=registers)
@@ -261,15 +152,26 @@ def _same(ops: Operands, names: Mapping[str, str]) -> tuple[int, ...]:
     return tuple(next(i for i, v in enumerate(views) if (v.vec, v.codes) == (x.vec, x.codes)) for x in views)
 
 
-def _launch(
-    ops: Operands, kernel: Any, rule: WindowRule, step: int, columns: int, names: Mapping[str, str], **own: Any
+def window_launch(
+    ops: Operands,
+    kernel: Any,
+    rule: WindowRule,
+    step: int,
+    columns: int,
+    names: Mapping[str, str],
+    tail: int = 0,
+    **own: Any,
 ) -> Launch:
-    """One launch; ``names`` maps the kernel's names of tensors to slots (and views) of the call."""
+    """One launch; ``names`` maps the kernel's names of tensors to slots (and views) of the call.
+
+    ``tail``: keys in a second tile.
+    """
     p, tile = ops.problem, rule.tile
     held = _held(ops, rule, step)
-    given: dict[str, Any] = {**ops.numbers, **ops.constants, **_end(ops, held, tile.block_n > p.N)}
-    given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
-    given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": tile.block_n > p.N, "step": step, "HELD": held}
+    short = tile.block_n + tail > p.N
+    given: dict[str, Any] = {**ops.numbers, **ops.constants, **_end(ops, held, short)}
+    given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TAIL": tail, "STAGES": tile.stages}
+    given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": short, "step": step, "HELD": held}
     given |= {"lse_ptr": Slot("lse"), "low_ptr": Slot("low")}
     given |= {"SQUARE": p.M == p.N, "SAME": _same(ops, names)}
     for name, slot in names.items():
@@ -299,11 +201,11 @@ def forward_launch(ops: Operands) -> Launch | None:
     columns = ops.problem.Hq * triton.cdiv(ops.problem.M, rule.tile.block_m)
     step = choose_step(ops, rule, columns)
     names = {name: name for name in ("q", "k", "v", "out")}
-    return _launch(ops, windows.window_forward_kernel, rule, step, columns, names)
+    return window_launch(ops, windows.window_forward_kernel, rule, step, columns, names)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Gradient:
+class Gradient:
     """Where the gradient of the one trained bias goes: stored window by window, or summed up in partial sums."""
 
     index: int
@@ -312,13 +214,13 @@ class _Gradient:
     owns_head: bool = True
 
 
-def _gradient(ops: Operands, i: int) -> _Gradient | None:
+def bias_gradient(ops: Operands, i: int) -> Gradient | None:
     """None for a size-1 query or key axis, and where the shared batch axes are not the leading ones."""
     p, view = ops.problem, ops.views[f"grad{i}"]
     if p.terms[i].shape[-2:] != (p.M, p.N):
         return None  # sums over rows or columns: the general dkdv and dq kernels have them
     if p.terms[i].shape[:-2] == (*p.batch, p.Hq):
-        return _Gradient(index=i, stored=True)
+        return Gradient(index=i, stored=True)
     batch = view.strides[: len(ops.sizes)]
     owned = [i for i, stride in enumerate(batch) if stride != 0]
     if owned != list(range(len(batch) - len(owned), len(batch))):
@@ -326,7 +228,7 @@ def _gradient(ops: Operands, i: int) -> _Gradient | None:
     repeats = period(view, ops.sizes)
     if repeats is None:
         return None  # owned by every window, shared by heads: nothing to sum up inside a program
-    return _Gradient(index=i, stored=False, period=repeats, owns_head=p.Hq == 1 or view.strides[len(batch)] != 0)
+    return Gradient(index=i, stored=False, period=repeats, owns_head=p.Hq == 1 or view.strides[len(batch)] != 0)
 
 
 def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grads: Sequence[int]) -> Recipe | None:
@@ -342,7 +244,7 @@ def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grad
     rule = choose(ops, "backward") if is_window(ops) else None
     if rule is None or len(grads) > 1:  # several sums of score gradients do not fit the registers
         return None
-    gradient = _gradient(ops, grads[0]) if grads else None
+    gradient = bias_gradient(ops, grads[0]) if grads else None
     if grads and gradient is None:
         return None
     sums = gradient is not None and not gradient.stored
@@ -367,10 +269,10 @@ def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grad
         "PAIR": ops.constants["USE_LOW"],  # weights of rows as low as finfo.min need both halves of lse
     }
     if not sums or gradient is None:
-        return Recipe(launches=(_launch(ops, windows.window_backward_kernel, rule, step, p.Hq, names, **own),))
+        return Recipe(launches=(window_launch(ops, windows.window_backward_kernel, rule, step, p.Hq, names, **own),))
     partial = f"partial{gradient.index}"
     own["dbias_ptr"] = Slot(partial)
-    launch = _launch(ops, windows.window_backward_kernel, rule, step, p.Hq, names, **own)
+    launch = window_launch(ops, windows.window_backward_kernel, rule, step, p.Hq, names, **own)
     total = needed * (p.Hq if gradient.owns_head else 1) * p.M * p.N
     return Recipe(
         launches=(launch, add_chunks(gradient.index, total, count // total, block=256, warps=2)),

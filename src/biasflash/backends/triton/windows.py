@@ -34,6 +34,7 @@ def held_terms(
 ):  # fmt: skip
     """Tiles of the terms that are the same for every window of this program (HELD), biases already float32.
 
+    Positions come shaped to broadcast: rows of queries and columns of keys, or the other way round.
     FOLD: the bias of this index also hides the keys past the end (-inf), which then costs nothing a window. The tiles
     of other terms are never used, and the compiler drops their loads.
     """
@@ -45,9 +46,9 @@ def held_terms(
             strides[i],
             q_at,
             0,
-            q_rows[:, None],
-            k_local[None, :],
-            k_own[None, :],
+            q_rows,
+            k_local,
+            k_own,
             TERMS[i][1],
             TERMS[i][2],
             TERMS[i][3],
@@ -57,7 +58,7 @@ def held_terms(
         if HELD[i] and not TERMS[i][4]:
             widened = TERMS[i][0](tl.zeros([1, 1], tl.float32), tile)
             if i == FOLD:
-                widened = tl.where(k_own[None, :], widened, float("-inf"))
+                widened = tl.where(k_own, widened, float("-inf"))
             tiles = tiles + (widened,)  # noqa: RUF005
         else:
             tiles = tiles + (tile,)  # noqa: RUF005
@@ -80,9 +81,9 @@ def window_terms(
                 strides[i],
                 q_at,
                 0,
-                q_rows[:, None],
-                k_local[None, :],
-                k_own[None, :],
+                q_rows,
+                k_local,
+                k_own,
                 TERMS[i][1],
                 TERMS[i][2],
                 TERMS[i][3],
@@ -148,8 +149,9 @@ def window_forward_kernel(
     if not SCALED:
         unit = scale * LOG2E
     held = held_terms(
-        term_ptrs, term_strides, first, h, sizes, q_at, q_rows, k_local, k_own, TERMS, HELD, FOLD, WIDE, SHORT_N
-    )
+        term_ptrs, term_strides, first, h, sizes, q_at, q_rows[:, None], k_local[None, :], k_own[None, :], TERMS, HELD,
+        FOLD, WIDE, SHORT_N,
+    )  # fmt: skip
     for b in tl.range(first, batch, step, num_stages=STAGES):
         q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC, WIDE_HEADS)
         k_base = k_ptr + head_offset(b, h, k_strides, sizes, K_VEC, WIDE_HEADS)
@@ -158,8 +160,8 @@ def window_forward_kernel(
         q = load_rows(q_base, q_at, q_rows, q_strides, D, BLOCK_D, Q_VEC, WIDE)  # [M, D]
         k = load_rows(k_base, 0, k_rows, k_strides, D, BLOCK_D, K_VEC, WIDE)  # [N, D]
         terms = window_terms(
-            held, term_ptrs, term_strides, b, h, sizes, q_at, q_rows, k_local, k_own, TERMS, HELD, WIDE, WIDE_HEADS,
-            SHORT_N,
+            held, term_ptrs, term_strides, b, h, sizes, q_at, q_rows[:, None], k_local[None, :], k_own[None, :], TERMS,
+            HELD, WIDE, WIDE_HEADS, SHORT_N,
         )  # fmt: skip
         v = load_keys(
             v_base, k_rows, v_strides, bases, term_strides, k_local, k_own, TERMS, DV, BLOCK_DV, V_VEC, WIDE, SHORT_N,
@@ -235,8 +237,9 @@ def window_backward_kernel(
     if not SCALED:
         unit = scale * LOG2E
     held = held_terms(
-        term_ptrs, term_strides, first, h, sizes, 0, q_rows, k_local, k_own, TERMS, HELD, FOLD, WIDE, SHORT_N
-    )
+        term_ptrs, term_strides, first, h, sizes, 0, q_rows[:, None], k_local[None, :], k_own[None, :], TERMS, HELD,
+        FOLD, WIDE, SHORT_N,
+    )  # fmt: skip
     acc_ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for b in tl.range(first, batch, step, num_stages=STAGES):
         q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC, WIDE_HEADS)
@@ -250,8 +253,8 @@ def window_backward_kernel(
             HIDES_KEYS,
         )  # fmt: skip # [N, D]
         terms = window_terms(
-            held, term_ptrs, term_strides, b, h, sizes, 0, q_rows, k_local, k_own, TERMS, HELD, WIDE, WIDE_HEADS,
-            SHORT_N,
+            held, term_ptrs, term_strides, b, h, sizes, 0, q_rows[:, None], k_local[None, :], k_own[None, :], TERMS,
+            HELD, WIDE, WIDE_HEADS, SHORT_N,
         )  # fmt: skip
         at = wide_if(b * heads + h, WIDE_HEADS) * M + q_rows
         lse = tl.load(lse_ptr + at)

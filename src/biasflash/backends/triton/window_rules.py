@@ -1,0 +1,185 @@
+"""Tiles of the window kernels as data with reasons; see ``config.RULES`` for those of the general ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from biasflash.backends.triton.config import TileConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRule:
+    """When (pass, tile sides, widest width, element size) -> tile, programs, what is held -> why; the first that fits.
+
+    ``tile`` gives upper limits of the sides: forward query tiles may be shorter than the sequence. ``programs`` are
+    those that run on one multiprocessor at a time. ``hold`` names the kinds of terms whose tiles stay in registers
+    where all windows of a program share them; others are read from memory (L1 or L2) for every window. Planes that
+    are not aligned are held whatever their kind: read element by element they cost 32 loads a thread, and registers.
+    """
+
+    kernel: str
+    queries: int
+    keys: int
+    width: int
+    itemsize: int
+    tile: TileConfig
+    programs: int
+    hold: tuple[str, ...]
+    why: str
+    capability: int | None = None
+
+
+def _rule(
+    kernel: str,
+    limits: tuple[int, int, int, int],
+    tile: tuple[int, int, int, int, int | None],
+    programs: int,
+    hold: tuple[str, ...],
+    why: str,
+    *,
+    spill_bytes: int = 0,
+    capability: int | None = None,
+) -> WindowRule:
+    queries, keys, width, itemsize = limits
+    m, n, warps, stages, registers = tile
+    config = TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers, spill_bytes=spill_bytes)
+    return WindowRule(
+        kernel=kernel,
+        queries=queries,
+        keys=keys,
+        width=width,
+        itemsize=itemsize,
+        tile=config,
+        programs=programs,
+        hold=hold,
+        why=why,
+        capability=capability,
+    )
+
+
+_BIAS, _NONE = ("dense",), ()
+#: milliseconds are an H200's for 8192 x 6 windows (4096 of 128 tokens), bfloat16, a shared bias; spills ptxas reports
+RULES: tuple[WindowRule, ...] = (
+    # ------------------------------------------------------------------------------------------------ forward, 16 bits
+    _rule(
+        "forward",
+        (128, 64, 32, 2),
+        (64, 64, 4, 2, None),
+        4,
+        _BIAS,
+        "64 tokens: 0.243 ms, 3 stages 0.269, not held 0.254",
+    ),
+    _rule("forward", (128, 64, 64, 2), (64, 64, 4, 2, None), 4, _BIAS, "64 tokens, D 64: 0.209 ms, not held 0.257"),
+    _rule("forward", (128, 128, 64, 2), (64, 128, 4, 3, None), 3, _BIAS, "128 tokens: 0.141 ms, 2 stages 0.172"),
+    _rule(
+        "long forward",
+        (192, 144, 32, 2),
+        (64, 128, 4, 3, 168),
+        3,
+        _BIAS,
+        "144 tokens: 56 bytes of spills, 112 beside a mask; uncapped 245 registers, two programs instead of three",
+        spill_bytes=144,
+        capability=90,
+    ),
+    _rule(
+        "long forward",
+        (192, 192, 64, 2),
+        (64, 128, 4, 2, None),
+        2,
+        _BIAS,
+        "no spills up to 192 tokens and D 64",
+    ),
+    # ----------------------------------------------------------------------------------------------- backward, 16 bits
+    _rule(
+        "backward",
+        (64, 64, 32, 2),
+        (64, 64, 4, 3, None),
+        2,
+        _BIAS,
+        "64 tokens: 0.443 ms, 2 stages 0.546, not held 0.481; 49 tokens: 0.373, 2 stages 0.522",
+        capability=90,
+    ),
+    _rule(
+        "backward", (64, 64, 32, 2), (64, 64, 4, 2, None), 2, _NONE, "sm_80: 32 to 56 bytes of spills", spill_bytes=56
+    ),
+    _rule(
+        "backward",
+        (64, 64, 64, 2),
+        (64, 64, 4, 2, None),
+        2,
+        _BIAS,
+        "64 tokens, D 64: 0.410 ms, 1 stage 0.427, not held 0.417",
+        capability=90,
+    ),
+    _rule("backward", (64, 64, 64, 2), (64, 64, 4, 1, None), 2, _NONE, "sm_80: two stages spill", spill_bytes=16),
+    _rule(
+        "backward",
+        (128, 128, 32, 2),
+        (128, 128, 8, 3, None),
+        1,
+        _NONE,
+        "128 tokens: 0.360 ms, 2 stages 0.465, held 0.504",
+        spill_bytes=272,
+        capability=90,
+    ),
+    _rule(
+        "long dq",
+        (192, 144, 32, 2),
+        (64, 128, 4, 3, None),
+        2,
+        _BIAS,
+        "144 tokens: 850 instructions a window and warp, not held 971; 8 bytes of spills, beside a mask 32",
+        spill_bytes=48,
+        capability=90,
+    ),
+    _rule(
+        "long dq",
+        (192, 192, 64, 2),
+        (64, 128, 4, 1, None),
+        2,
+        _NONE,
+        "160 tokens: 253 registers, held 104 bytes of spills, as unaligned planes are (384 at most)",
+        spill_bytes=384,
+    ),
+    _rule(
+        "long dkdv",
+        (192, 144, 32, 2),
+        (64, 64, 4, 3, None),
+        2,
+        _BIAS,
+        "144 tokens: 1042 instructions a window and warp, not held 1158; held numbers spill, 160 bytes (causal 264)",
+        spill_bytes=264,
+        capability=90,
+    ),
+    _rule(
+        "long dkdv",
+        (192, 192, 32, 2),
+        (64, 64, 4, 2, None),
+        2,
+        _NONE,
+        "160 tokens: 48 bytes of spills, held 232, as unaligned planes are (320 at most)",
+        spill_bytes=320,
+        capability=90,
+    ),
+    _rule(
+        "long dkdv",
+        (192, 192, 64, 2),
+        (64, 64, 4, 1, None),
+        2,
+        _NONE,
+        "two stages of D 64 take 130 KiB, room for one program; sm_80, D 32: 96 bytes of spills, two stages 184",
+        spill_bytes=200,
+    ),
+    # ------------------------------------------------------------------------------------------------- float32, Hopper
+    _rule("forward", (128, 64, 64, 4), (64, 64, 4, 1, None), 2, _NONE, "0.263 ms, general 0.274", capability=90),
+    _rule(
+        "backward",
+        (64, 64, 32, 4),
+        (64, 64, 4, 1, None),
+        2,
+        _NONE,
+        "forward and backward 0.75 ms, general 1.21; sm_80 spills 1360 bytes",
+        spill_bytes=280,
+        capability=90,
+    ),
+)
