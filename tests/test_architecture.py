@@ -25,8 +25,9 @@ KERNELS = (
     "tile/",
     *(
         f"backends/triton/{name}.py"
-        for name in ("forward", "merge", "tiles", "backward", "backward_rows", "backward_bias", "windows")
+        for name in ("forward", "merge", "tiles", "backward", "backward_rows", "backward_bias")
     ),
+    *(f"backends/triton/windows{name}.py" for name in ("", "_long", "_long_backward", "_long_keys")),
 )
 #: the one file that takes anything from Gluon
 GLUON = "backends/hopper/gluon.py"

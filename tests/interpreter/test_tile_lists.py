@@ -15,7 +15,7 @@ from test_bounds import Watch, watch  # noqa: F401  (a fixture)
 from test_split import described, layout, small
 from torch import Tensor
 
-from biasflash.backends.triton import forward_plan, tile_plan
+from biasflash.backends.triton import forward_plan, tile_plan, window_plan
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.forward_plan import SplitRule, forward_recipe
 from biasflash.backends.triton.operands import Device, Operands, Slot
@@ -37,6 +37,7 @@ ALWAYS = ListRule(readers=0, scores=0, least_tiles=0)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_plan, "RULE", NEVER)
     monkeypatch.setattr(tile_plan, "RULE", ALWAYS)
+    monkeypatch.setattr(window_plan, "RULES", ())  # windows of up to 192 keys walk along no lists
 
 
 def prepare(call: Call) -> tuple[Recipe, dict[str, Tensor]]:

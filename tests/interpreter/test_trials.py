@@ -31,12 +31,12 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def jobs(*shapes: str, dtype: str = "fp32") -> dict[str, Job]:
-    """Jobs by kernel; more than 128 keys are no window, so the kernels with tiles of their own run."""
+    """Jobs by kernel; more than 192 keys are no window, so the kernels with tiles of their own run."""
     case = Case(
         name="tiny",
         why="",
         tags=frozenset(),
-        **{"batch": (2,), "M": 24, "N": 136, "Hq": 1, "Hkv": 1, "D": 16, "Dv": 16, "dtype": dtype},
+        **{"batch": (2,), "M": 24, "N": 200, "Hq": 1, "Hkv": 1, "D": 16, "Dv": 16, "dtype": dtype},
         biases=tuple(Bias(shape=shape) for shape in shapes),
     )
     found = trials.jobs_of(case, candidates.KERNELS, CPU, TARGET)
