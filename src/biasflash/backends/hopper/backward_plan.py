@@ -21,6 +21,7 @@ from biasflash.backends.hopper import (
     objections,
 )
 from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
+from biasflash.backends.hopper.config_kinds import BackwardTile, OwnerTile, PairTile, SingleTile
 from biasflash.backends.hopper.operands import (
     Box,
     Boxed,
@@ -89,7 +90,7 @@ class HopperBackward(BackwardPlan):
             return all(found) and self._owner_tile is not None
         return all(found)
 
-    def _tile(self, kernel: str) -> config.BackwardTile | None:
+    def _tile(self, kernel: str) -> BackwardTile | None:
         p, ops = self.problem, self.ops
         is_shared = items_share_bias(ops, 2)
         stores = kernel == "dkdv" and bool(self.stored)
@@ -97,7 +98,7 @@ class HopperBackward(BackwardPlan):
         return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores, rows)
 
     @property
-    def _owner_tile(self) -> config.OwnerTile | None:
+    def _owner_tile(self) -> OwnerTile | None:
         rows = config_float32.OWNER if has_float32_bias(self.ops) else config.OWNER
         return config.owner_tile(max(self.problem.D, self.problem.Dv), rows)
 
@@ -153,7 +154,7 @@ class HopperBackward(BackwardPlan):
         return launch
 
     @cached_property
-    def _single(self) -> config.SingleTile | None:
+    def _single(self) -> SingleTile | None:
         """The tile of the kernel that computes dq, dk and dv in one pass."""
         p = self.problem
         if not all(self.want.values()) or config.padded(p.D) != config.padded(p.Dv):
@@ -172,7 +173,7 @@ class HopperBackward(BackwardPlan):
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
 
     @cached_property
-    def _pair(self) -> config.PairTile | None:
+    def _pair(self) -> PairTile | None:
         """The tile of the kernel that computes dq and the gradient of a shared bias in one pass, where all keys fit."""
         p = self.problem
         if self._single is not None or not self.runs_dq or len(self.owned) != 1:
@@ -191,7 +192,7 @@ class HopperBackward(BackwardPlan):
         """What scores of ``keys`` keys at a time are cut to; any other box without a mask."""
         return self._mask.caps(keys) if self._mask is not None else boxes["k"].box
 
-    def _given(self, boxes: dict[str, Boxed], tile: config.BackwardTile, items: int, rows: int) -> dict[str, Any]:
+    def _given(self, boxes: dict[str, Boxed], tile: BackwardTile, items: int, rows: int) -> dict[str, Any]:
         """What dq and dkdv take by the same name; ``rows``: queries of one copy of row statistics."""
         return {
             **self._common(boxes, items, rows),
@@ -279,7 +280,7 @@ class HopperBackward(BackwardPlan):
         rounds = {n: triton.cdiv(programs * n, self.ops.device.multiprocessors) for n in range(1, most + 1)}
         return min(rounds, key=lambda n: rounds[n] * (triton.cdiv(shared, n) + 3))
 
-    def _hopper_dqkv(self, tile: config.SingleTile) -> Iterator[Launch]:
+    def _hopper_dqkv(self, tile: SingleTile) -> Iterator[Launch]:
         p, ops = self.problem, self.ops
         wide, wide_v = config.padded(p.D), config.padded(p.Dv)
         widths = {"k": wide, "v": wide_v, "q": wide, "dout": wide_v, "dk": wide, "dv": wide_v, "dq": wide}
@@ -348,7 +349,7 @@ class HopperBackward(BackwardPlan):
         yield again
         yield from self._total(i, part)
 
-    def _dq_dbias(self, i: int, tile: config.PairTile) -> Iterator[Launch]:
+    def _dq_dbias(self, i: int, tile: PairTile) -> Iterator[Launch]:
         p = self.problem
         part = self._share(i, 64, tile.most_keys, self._balance)
         items = triton.cdiv(p.M, 64) * part.owners * part.chunks

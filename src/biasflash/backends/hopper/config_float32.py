@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from biasflash.backends.hopper.config import BackwardTile, ForwardTile, OwnerTile, SharedTile
+from biasflash.backends.hopper.config_kinds import BackwardTile, ForwardTile, OwnerTile, SharedTile
 
 
 def _forward(width: int, block_n: int, kv: int, bias: int, why: str) -> ForwardTile:

@@ -10,6 +10,7 @@ import triton
 
 from biasflash.backends.hopper import config, config_float32, forward, forward_shared, objections
 from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
+from biasflash.backends.hopper.config_kinds import ForwardTile, SharedTile
 from biasflash.backends.hopper.operands import (
     DescriptorLaunch,
     arguments_of,
@@ -49,14 +50,14 @@ def forward_recipe(
         if prepared is not None:
             launches.insert(0, prepared.launch())
             scratch |= prepared.scratch()
-    if isinstance(tile, config.SharedTile) and tile.fixed:
+    if isinstance(tile, SharedTile) and tile.fixed:
         flags = 2 * triton.cdiv(problem.M, tile.block_m)
         launches.append(portable.redo(ops, flags))
         scratch["redo"] = problem.batch_size * problem.Hq * flags
     return Recipe(launches=tuple(launches), scratch=tuple(scratch.items())), []
 
 
-def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
+def _tile(ops: Operands) -> ForwardTile | SharedTile | None:
     p = ops.problem
     tables = config_float32 if has_float32_bias(ops) else config
     if p.Dv == p.D:
@@ -68,9 +69,9 @@ def _tile(ops: Operands) -> config.ForwardTile | config.SharedTile | None:
     return config.forward_tile(p.D, p.Dv, ops.has_dense, p.causal_shift is not None, tables.FORWARD)
 
 
-def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> DescriptorLaunch:
+def _launch(ops: Operands, tile: ForwardTile | SharedTile) -> DescriptorLaunch:
     p = ops.problem
-    pieces, out_pieces = (1, 1) if isinstance(tile, config.SharedTile) else (tile.pieces, tile.out_pieces)
+    pieces, out_pieces = (1, 1) if isinstance(tile, SharedTile) else (tile.pieces, tile.out_pieces)
     wide, wide_v = 64 if pieces > 1 else config.padded(p.D), config.padded(p.Dv)
     wide_out = wide_v // out_pieces
     boxes = {
@@ -81,9 +82,9 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
     }
     boxes["bias"] = bias_boxed(ops, 64, tile.block_n) if ops.has_dense else boxes["k"]
     mask = key_mask(ops)
-    at_once = tile.rows if isinstance(tile, config.SharedTile) else 1
+    at_once = tile.rows if isinstance(tile, SharedTile) else 1
     items = triton.cdiv(p.M, tile.block_m) * (p.batch_size // at_once) * p.Hq
-    groups = 2 if isinstance(tile, config.SharedTile) else tile.warpgroups
+    groups = 2 if isinstance(tile, SharedTile) else tile.warpgroups
     given: dict[str, Any] = {
         **common_arguments(ops, groups),
         **arguments_of(boxes),
@@ -97,7 +98,7 @@ def _launch(ops: Operands, tile: config.ForwardTile | config.SharedTile) -> Desc
         "KEEP_LOW": p.keeps_low,
         "LOW_RANGE": ops.constants["LOW_RANGE"],
     }
-    if isinstance(tile, config.SharedTile):
+    if isinstance(tile, SharedTile):
         kernel = forward_shared.shared_forward_kernel
         given |= {"ROWS": tile.rows, "Q_BUFFERS": tile.q_buffers, "AHEAD": tile.ahead}
         given |= {"FIXED": tile.fixed, "flag_ptr": Slot("redo" if tile.fixed else "lse")}
