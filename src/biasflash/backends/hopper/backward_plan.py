@@ -114,10 +114,8 @@ class HopperBackward(BackwardPlan):
         p, found = self.problem, []
         for i in self.owned:
             view = self.ops.views[f"grad{i}"]
-            _, sizes = self._owned(i)
-            if view.vec != unit_of(p.terms[i].dtype) and list(view.strides) == geometry.contiguous_strides(
-                [*sizes, p.M, p.N]
-            ):
+            dense = geometry.contiguous_strides([*self._owned(i)[1], p.M, p.N])
+            if view.vec != unit_of(p.terms[i].dtype) and list(view.strides) == dense:
                 found.append(f"grad{i}")
         return tuple(found)
 
