@@ -202,6 +202,20 @@ def astray(compiled: Compiled) -> list[Descriptor]:
     return [d for d in descriptors(compiled.sass) if not d.is_inside(compiled.shared)]
 
 
+@pytest.mark.parametrize("biases", [(), SHARED], ids=["plain", "shared bias"])
+def test_kernels_in_tf32_fit_too(biases: tuple[str, ...]) -> None:
+    """They take the tiles of float32 and round their operands."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        launches = planned(Asked(name="float32 d64", dtype=F32, biases=biases), 90)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    found = [(x, tensors) for x, tensors in launches if x.kernel.__name__ not in WITHOUT_PRODUCTS]
+    assert {x.arguments["PRECISION"] for x, _ in found} == {"tf32"}
+    for launch, tensors in found:
+        assert complaints(launch, compile_launch(launch, tensors, 90), 90) == []
+
+
 @pytest.mark.parametrize(("launch", "tensors", "capability"), list(variants()))
 def test_kernel_fits_does_not_spill_and_uses_tensor_cores(
     launch: Launch, tensors: dict[str, torch.Tensor], capability: int

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from biasflash.tile.memory import load_rows, load_seen_rows, plain, store_rows, wide_if
+from biasflash.tile.products import operand
 
 
 @triton.jit
@@ -87,9 +88,10 @@ def scale_strips(strips, factor):
 @triton.jit
 def dot_strips(a, b, PRECISION: tl.constexpr):
     """``a b^T`` over the whole width: ``[rows of a, rows of b]``, float32."""
-    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    product = tl.dot(operand(a[0], PRECISION), tl.trans(operand(b[0], PRECISION)), input_precision=PRECISION)
     for i in tl.static_range(1, len(a)):
-        product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
+        left, right = operand(a[i], PRECISION), operand(b[i], PRECISION)
+        product = tl.dot(left, tl.trans(right), product, input_precision=PRECISION)
     return product
 
 
@@ -97,8 +99,10 @@ def dot_strips(a, b, PRECISION: tl.constexpr):
 def add_dots(strips, weights, b, PRECISION: tl.constexpr):
     """``strips + weights b``, strip by strip; weights in the dtype of ``b``."""
     added = ()
+    left = operand(weights, PRECISION)
     for i in tl.static_range(len(strips)):
-        added = added + (tl.dot(weights, b[i], strips[i], input_precision=PRECISION),)  # noqa: RUF005
+        strip = tl.dot(left, operand(b[i], PRECISION), strips[i], input_precision=PRECISION)
+        added = added + (strip,)  # noqa: RUF005
     return added
 
 

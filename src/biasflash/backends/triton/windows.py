@@ -23,6 +23,7 @@ from biasflash.tile.memory import (
     wide,
     wide_if,
 )
+from biasflash.tile.products import operand
 from biasflash.tile.score import score_grad_tile, score_tile
 from biasflash.tile.softmax import LOG2E, finish, probability, row_reference, running_step
 
@@ -167,6 +168,7 @@ def window_forward_kernel(
             v_base, k_rows, v_strides, bases, term_strides, k_local, k_own, TERMS, DV, BLOCK_DV, V_VEC, WIDE, SHORT_N,
             HIDES_KEYS,
         )  # fmt: skip # [N, Dv]
+        q, k = operand(q, PRECISION), operand(k, PRECISION)
         y = score_tile(
             tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
             terms,
@@ -182,7 +184,8 @@ def window_forward_kernel(
         )
         nothing = tl.zeros([BLOCK_M], tl.float32)
         p, _, m, l = running_step(y, nothing + float("-inf"), nothing, unit, 1, PAIR, LOW_RANGE)
-        acc_out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [M, Dv]
+        weights = operand(p.to(v.dtype), PRECISION)
+        acc_out = tl.dot(weights, operand(v, PRECISION), input_precision=PRECISION)  # [M, Dv]
         inverse, lse, low = finish(m, l, 1.0 if SCALED else scale)
         out_base = out_ptr + head_offset(b, h, out_strides, sizes, OUT_VEC, WIDE_HEADS)
         store_rows(out_base, q_at, q_local, out_strides, q_own, acc_out * inverse[:, None], DV, BLOCK_DV, OUT_VEC, WIDE)
@@ -266,6 +269,7 @@ def window_backward_kernel(
             low = tl.load(low_ptr + at) * LOG2E
         dout = load_rows(dout_base, 0, q_rows, dout_strides, DV, BLOCK_DV, DOUT_VEC, WIDE)  # [M, Dv]
         v = load_rows(v_base, 0, k_rows, v_strides, DV, BLOCK_DV, V_VEC, WIDE)  # [N, Dv]
+        q, k = operand(q, PRECISION), operand(k, PRECISION)
         y = score_tile(
             tl.dot(q, tl.trans(k), input_precision=PRECISION),  # [M, N]
             terms,
@@ -280,12 +284,14 @@ def window_backward_kernel(
             COMPARE,
         )
         p = probability(y, reference[:, None], low[:, None], unit, PAIR)
+        dout = operand(dout, PRECISION)
         if WANT_DV:
-            dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, input_precision=PRECISION)  # [N, Dv]
+            weights = operand(p.to(dout.dtype), PRECISION)
+            dv = tl.dot(tl.trans(weights), dout, input_precision=PRECISION)  # [N, Dv]
             dv_base = dv_ptr + head_offset(b, h, dv_strides, sizes, DV_VEC, WIDE_HEADS)
             store_rows(dv_base, 0, k_local, dv_strides, k_own, dv, DV, BLOCK_DV, DV_VEC, WIDE)
         if WANT_DQ or WANT_DK or STORE_DS or SUM_DS:
-            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [M, N]
+            dp = tl.dot(dout, tl.trans(operand(v, PRECISION)), input_precision=PRECISION)  # [M, N]
             delta = tl.sum(score_grad_tile(p, dp, 0.0, HAS_KEEP), 1)
             if not PAIR:  # weights add up to 1 but for the rounding of lse: 1e-3 at scores of 1e4, times q and k
                 total = tl.sum(p, 1)
@@ -302,11 +308,12 @@ def window_backward_kernel(
                     ds_base, dbias_strides, 0, 0, q_local[:, None], k_local[None, :], pair_own, ds, DBIAS_VEC, WIDE
                 )
             if WANT_DQ:
-                dq = tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)  # [M, D]
+                dq = tl.dot(operand(ds.to(k.dtype), PRECISION), k, input_precision=PRECISION)  # [M, D]
                 dq_base = dq_ptr + head_offset(b, h, dq_strides, sizes, DQ_VEC, WIDE_HEADS)
                 store_rows(dq_base, 0, q_local, dq_strides, q_own, dq * scale, D, BLOCK_D, DQ_VEC, WIDE)
             if WANT_DK:
-                dk = tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)  # [N, D]
+                change = operand(ds.to(q.dtype), PRECISION)
+                dk = tl.dot(tl.trans(change), q, input_precision=PRECISION)  # [N, D]
                 dk_base = dk_ptr + head_offset(b, h, dk_strides, sizes, DK_VEC, WIDE_HEADS)
                 store_rows(dk_base, 0, k_local, dk_strides, k_own, dk * scale, D, BLOCK_D, DK_VEC, WIDE)
     if SUM_DS:
