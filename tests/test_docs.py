@@ -225,6 +225,29 @@ def test_ratios_to_other_runs_are_those_of_the_summary(published: summary.Publis
     assert compared == 33
 
 
+def test_what_was_timed_again_is_what_its_run_says(published: summary.Published) -> None:
+    later = summary.load(SUMMARY.with_name("h200-later.json"))
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    found, ratios = _rows(_section(page, "### Since that run").partition("\n### ")[0]), []
+    assert {name.strip("`") for name, *_ in found} == set(later.cases)
+    for name, above, since, peer, ratio, *_ in found:
+        case = name.strip("`")
+        rows = (published.cases[case]["biasflash"], later.cases[case]["biasflash"])
+        for told, row in zip((above, since), rows, strict=True):
+            assert _parted(told) == [round(row.cells[mode].ms or 0.0, 3) for mode in ("fwd", "fwdbwd")], case
+        for mode, ms, times in zip(("fwd", "fwdbwd"), _parted(peer), _parted(ratio), strict=True):
+            best = best_peer(later.cases[case], mode)
+            ours = later.cases[case]["biasflash"].cells[mode].ms
+            assert (best is None) == (ms is None) == (times is None), case
+            if best is not None and ours is not None:
+                assert (ms, times) == (round(best[1], 3), round(best[1] / ours, 2)), case
+                ratios.append((mode, times))
+    readme = PAGES[0].read_text(encoding="utf-8")
+    for mode, words in (("fwd", "have {} to {} x"), ("fwdbwd", "and {} to {} x")):
+        of = [times for m, times in ratios if m == mode and times is not None]
+        assert words.format(min(of), max(of)) in readme
+
+
 def _section(page: str, heading: str) -> str:
     return page.partition(f"{heading}\n")[2].partition("\n## ")[0]
 
