@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from biasflash import __version__, reference
 from biasflash.cli import check as check_command
 from biasflash.cli import machine
 from biasflash.cli.main import app
+from biasflash.testing.cases import CASES
 from biasflash.testing.conformance import Result
 from biasflash.testing.refusals import REFUSALS, Refusal
 
@@ -310,6 +312,21 @@ def test_a_case_that_hangs_is_one_failure(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(check_command, "PATIENCE", 30.0)  # starting a process is part of it
     results = check_five(tmp_path, monkeypatch, 2, JobThatHangs)
     assert results["causal"]["message"] == "no result after 30 s; the process was ended"
+
+
+def test_cases_that_do_not_fit_the_time_are_skipped(tmp_path: Path) -> None:
+    jobs = check_command._jobs(["cpu"], [CASES["causal"], CASES["plain"], CASES["bias-1hmn"]], ["fp32"], "cpu", 0)
+    for processes, apart in ((1, False), (2, True)):
+        found = list(check_command._work(jobs, processes, apart, deadline=time.monotonic() - 1.0))
+        assert [(r.case, r.status, r.message) for r in found] == [
+            (j.case, "skipped", "the time was used up") for j in jobs
+        ]
+    hanging = [JobThatHangs(**vars(job)) for job in jobs]
+    found = list(check_command._spread(hanging, 1, itertools.count(1), time.monotonic() + 0.5))
+    assert [r.message for r in found] == ["the time was used up while causal fp32 ran", *["the time was used up"] * 2]
+    result = _run("check", "--device", "cpu", "--cases", "smoke", "--seconds", "1")
+    assert result.exit_code == 1
+    assert "the time was used up" in result.output
 
 
 def test_other_failures_keep_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

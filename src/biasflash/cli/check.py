@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import time
 from collections import deque
@@ -32,6 +33,8 @@ from biasflash.testing.refusals import REFUSALS, RefusalError, provoke
 CHECKED_DTYPES = ("fp16", "bf16", "fp32")
 #: seconds after which a case in a process of its own counts as hung; the slowest compiles for half a minute
 PATIENCE = 180.0
+#: what is said of cases that ``--seconds`` left out
+NO_TIME = "the time was used up"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +120,18 @@ class _Worker:
             self.process.join()
 
 
-def _spread(jobs: Sequence[_Job], processes: int, numbers: Iterator[int]) -> Iterator[Result]:
+def _spread(jobs: Sequence[_Job], processes: int, numbers: Iterator[int], deadline: float) -> Iterator[Result]:
     """Results as they come. A worker whose device is lost is replaced, so that one fault is one failure."""
     waiting, idle = deque(jobs), list[_Worker]()
     busy: dict[object, _Worker] = {}  # by their end of the pipe
     try:
         while waiting or busy:
+            if time.monotonic() > deadline:
+                for worker in busy.values():
+                    about = f"{worker.job.case} {worker.job.dtype}"
+                    yield worker.job.without_running("skipped", f"{NO_TIME} while {about} ran")
+                yield from [job.without_running("skipped", NO_TIME) for job in waiting]
+                return
             while waiting and len(busy) < processes:
                 worker = idle.pop() if idle else _Worker(next(numbers), 1 if processes > 1 else None)
                 busy[worker.connection] = worker
@@ -149,20 +158,22 @@ def _may_lose_device(device: str) -> bool:
     return device.startswith("cuda")
 
 
-def _work(jobs: Sequence[_Job], processes: int, apart: bool) -> Iterator[Result]:
+def _work(jobs: Sequence[_Job], processes: int, apart: bool, deadline: float) -> Iterator[Result]:
     """Results as they come: small cases in ``processes`` processes, those that fill a GPU one by one afterwards.
 
-    ``apart``: one process, too, is one of its own.
+    ``apart``: one process, too, is one of its own. ``deadline``, of the monotonic clock: what is not done by then is
+    skipped; only a case in this process is waited for.
     """
     heavy = [job for job in jobs if CASES[job.case].tags & {"big", "workload"}]
     light = [job for job in jobs if job not in heavy]
     numbers = itertools.count(1)
     for some, side_by_side in ((light, min(processes, len(light))), (heavy, 1)):
         if apart or side_by_side > 1:
-            yield from _spread(some, side_by_side, numbers)
+            yield from _spread(some, side_by_side, numbers, deadline)
         else:
             for job in some:
-                yield job.run()
+                is_late = time.monotonic() > deadline
+                yield job.without_running("skipped", NO_TIME) if is_late else job.run()
 
 
 def _refusals() -> list[dict[str, str]]:
@@ -270,13 +281,13 @@ def _processes(device: str) -> int:
     return max(1, min(12, os.cpu_count() or 1, int(memory // 2**33)))
 
 
-def _run(console: Console, jobs: Sequence[_Job], processes: int) -> list[Result]:
+def _run(console: Console, jobs: Sequence[_Job], processes: int, deadline: float = math.inf) -> list[Result]:
     """All jobs behind a progress bar, in the order of ``jobs``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("checking", total=len(jobs))
-        for result in _work(jobs, processes, _may_lose_device(jobs[0].device) if jobs else False):
+        for result in _work(jobs, processes, _may_lose_device(jobs[0].device) if jobs else False, deadline):
             results.append(result)
             progress.update(task, advance=1, description=f"{result.backend} {result.dtype} {result.case}")
             if result.status == "failed":
@@ -309,14 +320,18 @@ def check(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random values.")] = 0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Time budget; cases that do not fit are skipped and say so. Default: none."),
+    ] = None,
 ) -> None:
     """Check this machine: every named case on every backend that runs here, against float64 mathematics.
 
     Values and gradients must be within a measured budget (twice the error of plain PyTorch in the same dtype, plus
     rounding), two runs of one call must agree bit by bit where the backend promises it, and wrong calls must be refused
-    with the right message. Exit code 1 if anything fails, if nothing could be checked, or if a
-    backend that was named does not run here; the report says what was skipped
-    and which hardware it would need.
+    with the right message. Exit code 1 if anything fails, if nothing could be checked, if the time was used up before
+    the last case, or if a backend that was named does not run here; the report says what was skipped and which
+    hardware it would need.
     """
     console = Console()
     started = time.perf_counter()
@@ -326,7 +341,7 @@ def check(
     todo = _jobs(names, chosen, wanted, place, seed)
     processes = jobs or _processes(place)
     refusals = _refusals()
-    results = _run(console, todo, processes)
+    results = _run(console, todo, processes, math.inf if seconds is None else time.monotonic() + seconds)
     for name, why in passed_over.items():
         results += [job.without_running("skipped", why) for job in _jobs([name], chosen, wanted, place, seed)]
     report = _report(place, results, refusals, passed_over, time.perf_counter() - started)
@@ -335,7 +350,8 @@ def check(
         json_path.write_text(json.dumps(report, indent=1) + "\n")
         console.print(f"report: {escape(str(json_path))}")
     ran = any(r.status != "skipped" for r in results)
-    if report["counts"]["failed"] or not ran or (backend is not None and passed_over):
+    is_cut = any(r.status == "skipped" and r.message.startswith(NO_TIME) for r in results)
+    if report["counts"]["failed"] or not ran or is_cut or (backend is not None and passed_over):
         raise typer.Exit(1)
 
 
