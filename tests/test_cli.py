@@ -28,14 +28,14 @@ from biasflash.testing.refusals import REFUSALS, Refusal
 runner = CliRunner()
 
 
-def _run(*args: str) -> Any:
-    return runner.invoke(app, list(args), env={"COLUMNS": "160"})
+def _run(*args: str, columns: int = 160) -> Any:
+    return runner.invoke(app, list(args), env={"COLUMNS": str(columns)})
 
 
 # -------------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "explain", "demo"])
+@pytest.mark.parametrize("command", ["check", "bench", "explain", "cases", "demo"])
 def test_help_of_each_command(command: str) -> None:
     found = _run(command, "--help")
     assert found.exit_code == 0, found.output
@@ -46,7 +46,7 @@ def test_help_of_each_command(command: str) -> None:
 def test_help_lists_the_commands() -> None:
     found = _run("--help")
     assert found.exit_code == 0
-    for command in ("check", "bench", "explain", "demo"):
+    for command in ("check", "bench", "explain", "cases", "demo"):
         assert command in found.output
 
 
@@ -335,6 +335,23 @@ def test_other_failures_keep_their_process(tmp_path: Path, monkeypatch: pytest.M
     _, report = _check(tmp_path, *FIVE, "--jobs", "1")
     assert report["counts"]["failed"] == 1
     assert {r["process"] for r in report["results"]} == {1}
+
+
+# ------------------------------------------------------------------------------------------------------------- cases
+
+
+def test_cases_are_listed_with_what_they_are() -> None:
+    everything = _run("cases", columns=250)
+    assert everything.exit_code == 0
+    assert all(name in everything.output for name in CASES)
+    some = _run("cases", "gqa-*,t5-causal-1hmn-*", columns=250).output
+    assert "2 x 8192 x 32 x 128, Hkv 8" in some
+    assert "bias 1HMN, causal" in some
+    assert "relative positions, decoder" in some
+    assert "swin" not in some
+    unknown = _run("cases", "no-such-case")
+    assert unknown.exit_code == 2
+    assert "no case has the name or tag" in unknown.output
 
 
 # ----------------------------------------------------------------------------------------------------------- machine

@@ -21,6 +21,7 @@ def _build() -> Any:
 
     from biasflash._version import __version__
     from biasflash.cli.bench import bench
+    from biasflash.cli.cases import cases
     from biasflash.cli.check import check
     from biasflash.cli.demo import demo
     from biasflash.cli.explain import explain
@@ -34,7 +35,7 @@ def _build() -> Any:
         rich_markup_mode=None,  # the other modes keep the line ends of docstrings
         help="Exact fused attention with additive biases, boolean masks and trainable-bias gradients.",
     )
-    for command in (check, bench, explain, tune, sweep, demo):
+    for command in (check, bench, explain, cases, tune, sweep, demo):
         program.command(command.__name__)(command)
 
     def show_version(wanted: bool) -> None:
