@@ -35,7 +35,7 @@ def _run(*args: str, columns: int = 160) -> Any:
 # -------------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "explain", "cases", "demo"])
+@pytest.mark.parametrize("command", ["check", "bench", "explain", "demo"])
 def test_help_of_each_command(command: str) -> None:
     found = _run(command, "--help")
     assert found.exit_code == 0, found.output
