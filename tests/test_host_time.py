@@ -65,7 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 
 def leaves(*, wanted: bool = True) -> list[Tensor]:
     """q, k, v and a bias of full shape."""
-    shapes = ((1, 136, 2, 16), (1, 136, 2, 16), (1, 136, 2, 16), (1, 2, 136, 136))
+    shapes = ((1, 200, 2, 16), (1, 200, 2, 16), (1, 200, 2, 16), (1, 2, 200, 200))
     return [torch.randn(s).half().requires_grad_(wanted) for s in shapes]
 
 
@@ -138,7 +138,7 @@ def test_kernels_get_addresses_and_the_stream_of_the_moment(
     launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = leaves(wanted=False)
-    mask = torch.ones(136, 136, dtype=torch.bool)
+    mask = torch.ones(200, 200, dtype=torch.bool)
     first, second = attend(*tensors, mask), attend(*tensors, mask)
     monkeypatch.setattr(launch.driver.active, "get_current_stream", lambda index: 78)
     third = attend(*tensors, mask)
