@@ -300,9 +300,10 @@ def test_windows_of_144_tokens_sum_in_order_too() -> None:
     assert recipe is not None
     assert forward.arguments["TAIL"] == 16
     assert forward.grid <= 132 * 3
-    assert forward.grid % 30 == 0  # of 6 heads, two windows: two query tiles each, and one of the last rows of both
+    assert forward.grid % 18 == 0  # 6 heads of three query tiles
     by_queries, by_keys, add = recipe.launches
     assert str(by_queries).startswith("long_window_dq: ")
+    assert by_queries.grid % 30 == 0  # of 6 heads, two windows: two query tiles each, and one of the last rows of both
     assert by_keys.arguments["PIECES"] == ((64, False, False), (64, False, False), (16, False, True))
     assert (add.arguments["count"], add.arguments["chunks"]) == (6 * 144 * 144, by_keys.grid // 30 * 2)
     assert recipe.scratch[-1] == ("partial0", by_keys.grid // 30 * 12 * 144 * 144)
@@ -326,7 +327,7 @@ def test_pieces_hold_all_queries_once(length: int, side: int) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 3, 100])
 def test_short_last_tiles_are_dealt_apart(length: int, batch: int) -> None:
     ops = operands(small("", length, 144, H=1, batch=(batch,)), device=H200)
-    (rule, *_) = (r for r in window_plan.RULES if r.kernel == "long forward")
+    (rule, *_) = (r for r in window_plan.RULES if r.kernel == "long dq")
     step, columns, dealt = window_long_plan.deal(ops, rule, length, 64)
     if dealt["SHARE"] == 1:
         assert (columns, dealt["LAST"]) == (-(-length // 64), 64)
