@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -200,6 +200,32 @@ def complaints(launch: Launch, compiled: Compiled, capability: int) -> list[str]
 def astray(compiled: Compiled) -> list[Descriptor]:
     """Operands of Hopper's products that do not lie in the program's shared memory."""
     return [d for d in descriptors(compiled.sass) if not d.is_inside(compiled.shared)]
+
+
+L40 = Device(shared_memory=101376, multiprocessors=142, capability=89)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked"),
+    [
+        (DEVICES[90], Asked(name="192 tokens", M=192, B=2048, biases=FULL * 3, bias_dtype=F32)),
+        (DEVICES[90], Asked(name="128 tokens", M=128, B=2048, biases=FULL * 3, bias_dtype=F32)),
+        (DEVICES[90], Asked(name="general", D=128, B=64, biases=FULL * 2, bias_dtype=F32)),
+        (DEVICES[80], Asked(name="144 tokens", M=144, D=32, B=2048, biases=FULL * 4, bias_dtype=F32)),
+        (L40, Asked(name="192 tokens", M=192, B=2048, biases=FULL, bias_dtype=F32)),
+        (L40, Asked(name="144 tokens", M=144, D=32, B=2048, biases=FULL * 2)),
+        (L40, Asked(name="128 tokens", M=128, B=2048, biases=FULL)),
+        (L40, Asked(name="general", D=128, B=64, biases=FULL * 3)),
+    ],
+    ids=lambda x: x.name if isinstance(x, Asked) else f"sm_{x.capability}",
+)
+def test_several_or_wide_biases_fit_too(device: Device, asked: Asked) -> None:
+    """Every bias of the scores' own shape is copied ahead: fewer stages, smaller tiles."""
+    problem = replace(asked.problem(), terms=tuple(replace(t, trainable=False) for t in asked.problem().terms))
+    for recipe in contiguous_recipes(problem, device).values():
+        for launch in recipe.launches:
+            compiled = compile_launch(launch, meta_tensors(problem, recipe), device.capability)
+            assert compiled.shared <= device.shared_memory, launch
 
 
 @pytest.mark.parametrize("biases", [(), SHARED], ids=["plain", "shared bias"])

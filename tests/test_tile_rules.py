@@ -76,6 +76,14 @@ def test_a_tile_is_found_and_fits(kernel: str) -> None:
                 assert why
 
 
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "dbias"])
+def test_many_biases_take_one_stage_before_nothing_fits(kernel: str) -> None:
+    facts = dataclasses.replace(EVERYTHING[0], kernel=kernel, width=128, columns=256, has_dense=True, bias_itemsize=40)
+    tile, _ = choose_rule(facts)
+    assert tile.stages == 1
+    assert shared_bytes(facts, tile) <= facts.shared_memory
+
+
 def test_a_request_that_no_tile_fits_is_refused_with_the_nearest_rule() -> None:
     facts = dataclasses.replace(EVERYTHING[0], width=256, columns=512, itemsize=4, shared_memory=1024)
     with pytest.raises(LookupError, match=r"no tile rule fits .*the nearest is Rule\(kernel='forward'"):

@@ -143,6 +143,14 @@ def test_every_access_of_windows_lies_inside_too(name: str, watch: Watch) -> Non
     assert result.status == "passed", result.message
 
 
+@pytest.mark.parametrize("name", ["window-130", "window-191", "window-144-160", "window-64-144", "swin-144-shifted"])
+def test_every_access_of_longer_windows_lies_inside_too(name: str, watch: Watch) -> None:
+    case = CASES[name]
+    result = run_case("triton", dataclasses.replace(case, batch=(*case.batch[:-1], 3)), "cpu", "fp16")
+    assert not watch.faults, f"{len(watch.faults)} stray accesses, the first: {watch.faults[0]}"
+    assert result.status == "passed", result.message
+
+
 def kernels_reached() -> set[str]:
     reached = set()
     for name in WATCHED:

@@ -310,6 +310,16 @@ def test_windows_of_144_tokens_sum_in_order_too() -> None:
     assert recipe.chunked == (0,)
 
 
+@pytest.mark.parametrize(("capability", "serves"), [(80, False), (89, False), (90, True), (100, False)])
+def test_longer_windows_of_64_columns_are_hoppers_alone(capability: int, serves: bool) -> None:
+    """Elsewhere their dk and dv would spill 8 KiB a thread; 32 columns are served everywhere."""
+    device = dataclasses.replace(H200, capability=capability, gpu="")
+    for D, wanted in ((64, serves), (32, True)):
+        ops = operands(small("", 160, 160, H=6, batch=(2048,), D=D, Dv=D, biases=(SHARED,)), device=device)
+        assert (window_long_plan.forward_launch(ops) is not None) == wanted
+        assert (long_backward(ops) is not None) == wanted
+
+
 @pytest.mark.parametrize("length", [1, 16, 20, 63, 64, 65, 128, 129, 144, 160, 191, 192])
 @pytest.mark.parametrize("side", [32, 64, 128])
 def test_pieces_hold_all_queries_once(length: int, side: int) -> None:

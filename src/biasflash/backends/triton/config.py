@@ -23,7 +23,7 @@ class Facts:
     columns: int  # their sum
     itemsize: int  # bytes of an element of q
     has_dense: bool
-    bias_itemsize: int  # bytes of an element of the widest bias or mask plane, 0 without one
+    bias_itemsize: int  # bytes of a score's biases, or of its mask where there is none; 0 without either
     shared_memory: int  # bytes a program may take
     capability: int = 90  # major * 10 + minor
     gpu: str | None = None  # whose table is looked into; None: the current GPU's, empty: no table
@@ -172,7 +172,10 @@ def shared_bytes(facts: Facts, tile: TileConfig) -> int:
         "dkdv": (2 * tile.block_n * row + 2 * score, 2 * tile.block_m * row + bias),
         "dq": (2 * tile.block_m * row + score, 2 * tile.block_n * row + bias),
         "delta": (0, 0),
-        "dq_from_ds": (0, tile.block_n * row + tile.block_m * tile.block_n * max(facts.bias_itemsize, facts.itemsize)),
+        "dq_from_ds": (
+            0,
+            tile.block_n * row + tile.block_m * tile.block_n * max(min(facts.bias_itemsize, 4), facts.itemsize),
+        ),
         "dbias": (0, 2 * (tile.block_m + tile.block_n) * row + bias),
     }[facts.kernel]
     return stay + stream * max(1, tile.stages)
@@ -211,6 +214,10 @@ def choose_rule(facts: Facts) -> tuple[TileConfig, str]:
         nearest = rule
         if shared_bytes(facts, rule.tile) <= facts.shared_memory:
             return rule.tile, rule.why
+    if nearest is not None:  # several biases: not copied ahead but read into registers
+        tile = replace(nearest.tile, stages=1)
+        if shared_bytes(facts, tile) <= facts.shared_memory:
+            return tile, f"{nearest.why}; in one stage, as nothing else fits"
     raise LookupError(f"no tile rule fits {facts}; the nearest is {nearest}")
 
 

@@ -280,6 +280,16 @@ class Operands:
             return "tile,head,batch"
         return "batch,tile,head" if max(planes) > L2_PLANE_BYTES else "tile,batch,head"
 
+    @property
+    def _plane_bytes(self) -> int:
+        """``config.Facts.bias_itemsize``: kernels copy every bias that varies along queries and keys ahead."""
+        terms = list(zip(self.problem.terms, self.term_views, strict=True))
+        sizes = [min(4, t.dtype.itemsize) for t, _ in terms]
+        planes = [
+            n for n, (t, view) in zip(sizes, terms, strict=True) if t.kind == "dense" and 0 not in view.strides[-2:]
+        ]
+        return max(sum(planes), max(sizes, default=0))
+
     def tile(self, kernel: str) -> tuple[TileConfig, str]:
         p = self.problem
         held = [sum(self.constants[name]) for name in ("D_STRIPS", "DV_STRIPS")]
@@ -289,7 +299,7 @@ class Operands:
             columns=sum(held),
             itemsize=p.dtype.itemsize,
             has_dense=self.has_dense,
-            bias_itemsize=min(4, max((t.dtype.itemsize for t in p.terms), default=0)),
+            bias_itemsize=self._plane_bytes,
             shared_memory=self.device.shared_memory,
             capability=self.device.capability,
             gpu=self.device.gpu,

@@ -34,7 +34,7 @@ def choose(ops: Operands, kernel: str) -> WindowRule | None:
 def _has_own_planes(ops: Operands) -> bool:
     """Whether every window has a bias plane of its own: 18 KiB a stage, of which three leave room for one program."""
     terms = zip(ops.problem.terms, ops.term_views, strict=True)
-    planes = [view for term, view in terms if term.kind == "dense" and 0 not in view.strides[-2:]]
+    planes = [view for term, view in terms if term.kind == "dense" and window_plan.is_plane(view)]
     return any(window_plan.period(view, ops.sizes) is None for view in planes)
 
 

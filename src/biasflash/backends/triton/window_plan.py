@@ -41,7 +41,35 @@ def choose(ops: Operands, kernel: str) -> WindowRule | None:
             continue
         if rule.capability not in (None, ops.device.capability):
             continue
-        return _fitted(rule, queries, keys, ops.device.capability)
+        stages = _stages(ops, _fitted(rule, queries, keys, ops.device.capability), queries, keys)
+        if stages is not None:
+            return stages
+    return None
+
+
+def _stages(ops: Operands, rule: WindowRule, queries: int, keys: int) -> WindowRule | None:
+    """The rule with as many stages as fit the GPU's shared memory, counted from above; None where one does not.
+
+    There, a window's rows have a place for every stage, planes of terms that may not stay in registers and row
+    statistics one less, and weights that change their layout one.
+    """
+    c, tile, itemsize = ops.constants, rule.tile, rule.itemsize
+    rows, columns = (tile.block_n, queries) if rule.kernel == "long dkdv" else (tile.block_m, keys)
+    width = c["BLOCK_D"] + c["BLOCK_DV"]
+    own = c["BLOCK_D"] if rule.kernel.endswith("forward") else width
+    streamed = (rows * own + columns * width) * itemsize
+    score = rows * columns * itemsize
+    terms = zip(ops.problem.terms, ops.term_views, strict=True)
+    planes = [
+        rows * columns * term.dtype.itemsize
+        for term, view in terms
+        if is_plane(view) and not (_is_holdable(term, view, rule) and period(view, ops.sizes) == 1)
+    ]
+    statistics = 0 if rule.kernel.endswith("forward") else 8 * queries
+    for stages in range(tile.stages, 0, -1):
+        needed = stages * streamed + (stages - 1) * (sum(planes) + statistics) + score
+        if needed <= ops.device.shared_memory:
+            return replace(rule, tile=replace(tile, stages=stages))
     return None
 
 
@@ -111,9 +139,13 @@ def choose_step(ops: Operands, rule: WindowRule, columns: int, needed: int = 1) 
     return step
 
 
+def is_plane(view: View) -> bool:
+    """Whether a term varies along queries and keys."""
+    return view.strides[-1] != 0 and view.strides[-2] != 0
+
+
 def _is_holdable(term: Term, view: View, rule: WindowRule) -> bool:
-    is_plane = view.strides[-1] != 0 and view.strides[-2] != 0
-    return term.kind in rule.hold or (is_plane and view.vec <= 1)
+    return term.kind in rule.hold or (is_plane(view) and view.vec <= 1)
 
 
 def _held(ops: Operands, rule: WindowRule, step: int) -> tuple[bool, ...]:

@@ -153,8 +153,11 @@ def long_window_dq_kernel(
 
     delta as in ``window_backward_kernel``. It and what is subtracted from scores (``row_reference``) are written for
     the kernel by keys, float32 ``(batch, heads, M)``. STORE_DS writes the score gradients of every window, the gradient
-    of a bias of full shape. LAST, SHARE and the grid as in
-    ``long_window_forward_kernel``.
+    of a bias of full shape.
+
+    LAST: rows of the last query tile. Where that is less than BLOCK_M its programs are quicker: they take windows
+    ``step`` apart, those of other tiles SHARE times as far apart. Grid: head (fastest), then the query tiles of SHARE
+    windows, the last ones together.
     """
     if EVEN_N:
         N = N // 8 * 8

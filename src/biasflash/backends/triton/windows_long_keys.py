@@ -176,7 +176,7 @@ def long_window_dkdv_kernel(
     Queries come in PIECES of BLOCK_M, the last one perhaps smaller: ``(side, whether it is not full, whether its tile
     is keys x queries)``. A thread has the statistics of two rows where queries are rows, of 16 for 64 queries where
     keys are (54 more loads a window); but less than 64 queries are no rows for Hopper's products. LAST, SHARE and the
-    grid as in ``long_window_forward_kernel``, for tiles of keys.
+    grid as in ``long_window_dq_kernel``, for tiles of keys.
     """
     if EVEN_N:
         N = N // 8 * 8
