@@ -7,7 +7,6 @@ are medians on an H200 (bf16, Triton 3.6). Tiles beside a float32 bias are in ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from biasflash.backends.hopper.config_kinds import (
     BackwardTile,
@@ -16,36 +15,10 @@ from biasflash.backends.hopper.config_kinds import (
     PairTile,
     SharedTile,
     SingleTile,
+    backward_row,
+    forward_row,
+    shared_row,
 )
-
-
-def _forward(
-    width: int, has_bias: bool, warpgroups: int, block_n: int, kv: int, bias: int, why: str, **more: Any
-) -> ForwardTile:
-    return ForwardTile(
-        width=width,
-        has_bias=has_bias,
-        warpgroups=warpgroups,
-        block_n=block_n,
-        kv_stages=kv,
-        bias_stages=bias,
-        why=why,
-        **more,
-    )
-
-
-def _shared(width: int, rows: int, block_n: int, kv: int, bias: int, ahead: bool, why: str, **more: bool) -> SharedTile:
-    return SharedTile(
-        width=width,
-        rows=rows,
-        block_n=block_n,
-        q_buffers=2,
-        kv_stages=kv,
-        bias_stages=bias,
-        ahead=ahead,
-        why=why,
-        **more,
-    )
 
 
 def _single(width: int, counts: tuple[int, ...], why: str, early: bool = False, **more: bool) -> SingleTile:
@@ -74,48 +47,18 @@ def _pair(width: int, chunks_n: int, box: int, stages: int, rows: int, left: boo
     return PairTile(width=width, block_n=32, chunks_n=chunks_n, box=box, stages=stages, rows=rows, left=left, why=why)
 
 
-def _backward(
-    kernel: str,
-    width: int,
-    has_bias: bool,
-    block: int,
-    counts: tuple[int, int, int, int, int],
-    ahead: bool,
-    keep: bool,
-    why: str,
-    stores: bool = True,
-) -> BackwardTile:
-    """``counts``: items, streamed tiles of a round, buffers of what stays, stages, stages of the bias."""
-    rows, tiles, a_buffers, stages, bias_stages = counts
-    return BackwardTile(
-        kernel=kernel,
-        width=width,
-        has_bias=has_bias,
-        block=block,
-        rows=rows,
-        tiles=tiles,
-        a_buffers=a_buffers,
-        stages=stages,
-        bias_stages=bias_stages,
-        ahead=ahead,
-        keep=keep,
-        why=why,
-        stores=stores,
-    )
-
-
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 PRODUCER_REGISTERS = {2: 24, 3: 32}
 
 FORWARD: tuple[ForwardTile, ...] = (
-    _forward(32, False, 3, 128, 4, 1, "three warpgroups take turns"),
-    _forward(32, True, 2, 128, 4, 2, "three warpgroups spill"),
-    _forward(64, False, 2, 128, 3, 1, "4 x 32 heads of 4k: 0.633 ms; three warpgroups spill", is_causal=True),
-    _forward(64, False, 3, 128, 3, 1, "4 x 32 heads of 4k: 1.11 ms, two warpgroups take 1.27"),
-    _forward(64, True, 2, 128, 2, 3, "full bias 2k: 0.221 ms, three warpgroups take 0.237"),
-    _forward(128, False, 2, 128, 2, 1, "2 x 16 heads of 4k: 0.399 ms", out_apart=True),
-    _forward(128, True, 2, 128, 2, 2, "full bias 4k: 0.262 ms"),
-    _forward(
+    forward_row(32, False, 3, 128, 4, 1, "three warpgroups take turns"),
+    forward_row(32, True, 2, 128, 4, 2, "three warpgroups spill"),
+    forward_row(64, False, 2, 128, 3, 1, "4 x 32 heads of 4k: 0.633 ms; three warpgroups spill", is_causal=True),
+    forward_row(64, False, 3, 128, 3, 1, "4 x 32 heads of 4k: 1.11 ms, two warpgroups take 1.27"),
+    forward_row(64, True, 2, 128, 2, 3, "full bias 2k: 0.221 ms, three warpgroups take 0.237"),
+    forward_row(128, False, 2, 128, 2, 1, "2 x 16 heads of 4k: 0.399 ms", out_apart=True),
+    forward_row(128, True, 2, 128, 2, 2, "full bias 4k: 0.262 ms"),
+    forward_row(
         192,
         False,
         2,
@@ -128,36 +71,36 @@ FORWARD: tuple[ForwardTile, ...] = (
         out_apart=True,
         out_pieces=2,
     ),
-    _forward(192, False, 2, 64, 2, 1, "values are padded", pieces=3, out_apart=True, out_pieces=2, pinned=False),
-    _forward(256, False, 2, 64, 2, 1, "2 x 16 heads of 4k, D 256: 0.731 ms", pinned=False),
-    _forward(256, True, 2, 64, 2, 2, "230 KB"),
+    forward_row(192, False, 2, 64, 2, 1, "values are padded", pieces=3, out_apart=True, out_pieces=2, pinned=False),
+    forward_row(256, False, 2, 64, 2, 1, "2 x 16 heads of 4k, D 256: 0.731 ms", pinned=False),
+    forward_row(256, True, 2, 64, 2, 2, "230 KB"),
 )
 SHARED: tuple[SharedTile, ...] = (
-    _shared(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.339 ms, with a running maximum 0.383", fixed=True),
-    _shared(64, 2, 128, 3, 2, False, "4 x 16 heads of 4k: 0.406 ms", fixed=True, is_causal=True),
-    _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.22 ms, tiles of 128 keys take 1.31", fixed=True),
-    _shared(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.383 ms, 4 items x 64 keys take 0.479"),
-    _shared(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.43 ms, tiles of 128 keys take 1.64"),
+    shared_row(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.339 ms, with a running maximum 0.383", fixed=True),
+    shared_row(64, 2, 128, 3, 2, False, "4 x 16 heads of 4k: 0.406 ms", fixed=True, is_causal=True),
+    shared_row(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.22 ms, tiles of 128 keys take 1.31", fixed=True),
+    shared_row(32, 2, 128, 5, 2, False, "512 x 4 heads of 512: 0.383 ms, 4 items x 64 keys take 0.479"),
+    shared_row(64, 2, 64, 5, 3, True, "768 x 4 heads of 768: 1.43 ms, tiles of 128 keys take 1.64"),
 )
 BACKWARD: tuple[BackwardTile, ...] = (
     # ------------------------------------------------------------------------------------------------------- dq
-    _backward("dq", 32, True, 128, (2, 1, 2, 4, 2), False, False, "two items read one bias tile"),
-    _backward("dq", 32, True, 64, (1, 2, 2, 6, 3), True, False, "185 registers, no spills"),
-    _backward("dq", 32, False, 64, (1, 2, 2, 6, 1), True, False, "169 registers, no spills"),
-    _backward("dq", 64, True, 64, (2, 1, 1, 5, 3), False, True, "two items read one bias tile"),
-    _backward("dq", 64, True, 64, (1, 2, 2, 5, 3), True, False, "200 registers, no spills"),
-    _backward("dq", 64, False, 64, (1, 2, 2, 5, 1), True, False, "186 registers, no spills"),
-    _backward("dq", 128, True, 64, (1, 2, 1, 3, 3), True, False, "215 KB"),
-    _backward("dq", 128, False, 64, (1, 2, 1, 4, 1), True, False, "227 registers, no spills"),
+    backward_row("dq", 32, True, 128, (2, 1, 2, 4, 2), False, False, "two items read one bias tile"),
+    backward_row("dq", 32, True, 64, (1, 2, 2, 6, 3), True, False, "185 registers, no spills"),
+    backward_row("dq", 32, False, 64, (1, 2, 2, 6, 1), True, False, "169 registers, no spills"),
+    backward_row("dq", 64, True, 64, (2, 1, 1, 5, 3), False, True, "two items read one bias tile"),
+    backward_row("dq", 64, True, 64, (1, 2, 2, 5, 3), True, False, "200 registers, no spills"),
+    backward_row("dq", 64, False, 64, (1, 2, 2, 5, 1), True, False, "186 registers, no spills"),
+    backward_row("dq", 128, True, 64, (1, 2, 1, 3, 3), True, False, "215 KB"),
+    backward_row("dq", 128, False, 64, (1, 2, 1, 4, 1), True, False, "227 registers, no spills"),
     # ----------------------------------------------------------------------------------------------------- dkdv
-    _backward("dkdv", 32, True, 64, (2, 1, 2, 6, 3), False, True, "two items read one bias tile"),
-    _backward("dkdv", 32, True, 64, (1, 2, 2, 6, 3), True, False, "216 registers, no spills"),
-    _backward("dkdv", 32, False, 64, (1, 2, 2, 6, 1), True, False, "210 registers, no spills"),
-    _backward("dkdv", 64, True, 64, (1, 2, 2, 5, 3), True, False, "200 KB", stores=False),
-    _backward("dkdv", 64, True, 64, (1, 2, 1, 4, 3), True, False, "183 KB with room for score gradients"),
-    _backward("dkdv", 64, False, 64, (1, 2, 2, 5, 1), True, False, "4 x 32 heads of 4k, causal: 1.02 ms"),
-    _backward("dkdv", 128, True, 64, (1, 1, 1, 2, 2), False, False, "198 KB with room for score gradients"),
-    _backward("dkdv", 128, False, 64, (1, 1, 1, 4, 1), False, False, "199 KB"),
+    backward_row("dkdv", 32, True, 64, (2, 1, 2, 6, 3), False, True, "two items read one bias tile"),
+    backward_row("dkdv", 32, True, 64, (1, 2, 2, 6, 3), True, False, "216 registers, no spills"),
+    backward_row("dkdv", 32, False, 64, (1, 2, 2, 6, 1), True, False, "210 registers, no spills"),
+    backward_row("dkdv", 64, True, 64, (1, 2, 2, 5, 3), True, False, "200 KB", stores=False),
+    backward_row("dkdv", 64, True, 64, (1, 2, 1, 4, 3), True, False, "183 KB with room for score gradients"),
+    backward_row("dkdv", 64, False, 64, (1, 2, 2, 5, 1), True, False, "4 x 32 heads of 4k, causal: 1.02 ms"),
+    backward_row("dkdv", 128, True, 64, (1, 1, 1, 2, 2), False, False, "198 KB with room for score gradients"),
+    backward_row("dkdv", 128, False, 64, (1, 1, 1, 4, 1), False, False, "199 KB"),
 )
 OWNER: tuple[OwnerTile, ...] = (
     OwnerTile(width=32, block_n=32, chunks_n=8, stages=3, deep=1, why="512 x 4 heads of 512: 0.245 ms"),

@@ -1,8 +1,9 @@
-"""What a row of the tables of tiles holds, by kernel; see ``config``."""
+"""What a row of the tables of tiles holds, by kernel, and short ways to write one; see ``config``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,3 +146,64 @@ class PairTile:
 
     def __str__(self) -> str:
         return f"64 x {self.most_keys}, 2 warpgroups, {self.stages} stages"
+
+
+def forward_row(
+    width: int, has_bias: bool, warpgroups: int, block_n: int, kv: int, bias: int, why: str, **more: Any
+) -> ForwardTile:
+    return ForwardTile(
+        width=width,
+        has_bias=has_bias,
+        warpgroups=warpgroups,
+        block_n=block_n,
+        kv_stages=kv,
+        bias_stages=bias,
+        why=why,
+        **more,
+    )
+
+
+def shared_row(
+    width: int, rows: int, block_n: int, kv: int, bias: int, ahead: bool, why: str, **more: bool
+) -> SharedTile:
+    return SharedTile(
+        width=width,
+        rows=rows,
+        block_n=block_n,
+        q_buffers=2,
+        kv_stages=kv,
+        bias_stages=bias,
+        ahead=ahead,
+        why=why,
+        **more,
+    )
+
+
+def backward_row(
+    kernel: str,
+    width: int,
+    has_bias: bool,
+    block: int,
+    counts: tuple[int, int, int, int, int],
+    ahead: bool,
+    keep: bool,
+    why: str,
+    **more: Any,
+) -> BackwardTile:
+    """``counts``: items, streamed tiles of a round, buffers of what stays, stages, stages of the bias."""
+    rows, tiles, a_buffers, stages, bias_stages = counts
+    return BackwardTile(
+        kernel=kernel,
+        width=width,
+        has_bias=has_bias,
+        block=block,
+        rows=rows,
+        tiles=tiles,
+        a_buffers=a_buffers,
+        stages=stages,
+        bias_stages=bias_stages,
+        ahead=ahead,
+        keep=keep,
+        why=why,
+        **more,
+    )
