@@ -90,7 +90,7 @@ def aligned_bias(ops: Operands) -> AlignedBias | None:
     if not ops.has_dense or len(ops.sizes) > MOST_BATCH_AXES or not may_copy(p, p.terms[0]):
         return None
     view, dtype = ops.term_views[0], p.terms[0].dtype
-    if view.vec == unit_of(dtype) or 0 in view.strides[-2:]:
+    if view.vec == unit_of(dtype) or not view.is_plane:
         return None
     steps = outer_steps(view)
     sizes = tuple(n if s else 1 for n, s in zip((*batch_of(ops), p.Hq), steps, strict=True))

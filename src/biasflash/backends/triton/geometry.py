@@ -18,6 +18,11 @@ class View:
     strides: tuple[int, ...]
     codes: tuple[int, ...]
 
+    @property
+    def is_plane(self) -> bool:
+        """Whether a term varies along queries and keys."""
+        return 0 not in self.strides[-2:]
+
 
 def code(value: int) -> int:
     """``2 x + 3``, odd and above 1: Triton does not compile anew for each value (``tile.memory.plain``)."""

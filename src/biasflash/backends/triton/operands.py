@@ -209,7 +209,7 @@ class Operands:
     @cached_property
     def _has_unaligned_plane(self) -> bool:
         """Whether some bias or mask that varies along both axes is read element by element."""
-        return any(v.vec <= 1 and v.strides[-1] != 0 and v.strides[-2] != 0 for v in self.term_views)
+        return any(v.vec <= 1 and v.is_plane for v in self.term_views)
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class Operands:
         planes = [
             p.M * p.N * t.dtype.itemsize
             for t, v in zip(p.terms, self.term_views, strict=True)
-            if v.strides[-1] != 0 and v.strides[-2] != 0 and not any(v.strides[:-3])
+            if v.is_plane and not any(v.strides[:-3])
         ]
         if not planes or p.batch_size == 1:
             return "tile,head,batch"
@@ -285,9 +285,7 @@ class Operands:
         """``config.Facts.bias_itemsize``: kernels copy every bias that varies along queries and keys ahead."""
         terms = list(zip(self.problem.terms, self.term_views, strict=True))
         sizes = [min(4, t.dtype.itemsize) for t, _ in terms]
-        planes = [
-            n for n, (t, view) in zip(sizes, terms, strict=True) if t.kind == "dense" and 0 not in view.strides[-2:]
-        ]
+        planes = [n for n, (t, view) in zip(sizes, terms, strict=True) if t.kind == "dense" and view.is_plane]
         return max(sum(planes), max(sizes, default=0))
 
     def tile(self, kernel: str) -> tuple[TileConfig, str]:

@@ -13,7 +13,7 @@ import triton
 
 from biasflash.backends.triton import window_plan, windows_long, windows_long_backward, windows_long_keys
 from biasflash.backends.triton.operands import Launch, Operands, Slot
-from biasflash.backends.triton.recipe import Recipe, add_chunks
+from biasflash.backends.triton.recipe import Recipe
 from biasflash.backends.triton.window_plan import Gradient
 from biasflash.backends.triton.window_rules import WindowRule
 
@@ -34,7 +34,7 @@ def choose(ops: Operands, kernel: str) -> WindowRule | None:
 def _has_own_planes(ops: Operands) -> bool:
     """Whether every window has a bias plane of its own: 18 KiB a stage, of which three leave room for one program."""
     terms = zip(ops.problem.terms, ops.term_views, strict=True)
-    planes = [view for term, view in terms if term.kind == "dense" and window_plan.is_plane(view)]
+    planes = [view for term, view in terms if term.kind == "dense" and view.is_plane]
     return any(window_plan.period(view, ops.sizes) is None for view in planes)
 
 
@@ -101,8 +101,7 @@ def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grad
         if gradient is not None and sums:
             if 4 * count > window_plan.SCRATCH_BYTES:
                 return None
-            total = gradient.period * (p.Hq if gradient.owns_head else 1) * p.M * p.N
-            launches.append(add_chunks(gradient.index, total, count // total, block=256, warps=2))
+            launches.append(window_plan.sum_up(ops, gradient, count))
             scratch.append((f"partial{gradient.index}", count))
     chunked = (gradient.index,) if gradient is not None and sums else ()
     return Recipe(launches=tuple(launches), scratch=tuple(scratch), chunked=chunked)

@@ -41,13 +41,13 @@ def choose(ops: Operands, kernel: str) -> WindowRule | None:
             continue
         if rule.capability not in (None, ops.device.capability):
             continue
-        stages = _stages(ops, _fitted(rule, queries, keys, ops.device.capability), queries, keys)
-        if stages is not None:
-            return stages
+        fitted = _in_memory(ops, _fitted(rule, queries, keys, ops.device.capability), queries, keys)
+        if fitted is not None:
+            return fitted
     return None
 
 
-def _stages(ops: Operands, rule: WindowRule, queries: int, keys: int) -> WindowRule | None:
+def _in_memory(ops: Operands, rule: WindowRule, queries: int, keys: int) -> WindowRule | None:
     """The rule with as many stages as fit the GPU's shared memory, counted from above; None where one does not.
 
     There, a window's rows have a place for every stage, planes of terms that may not stay in registers and row
@@ -63,7 +63,7 @@ def _stages(ops: Operands, rule: WindowRule, queries: int, keys: int) -> WindowR
     planes = [
         rows * columns * term.dtype.itemsize
         for term, view in terms
-        if is_plane(view) and not (_is_holdable(term, view, rule) and period(view, ops.sizes) == 1)
+        if view.is_plane and not (_is_holdable(term, view, rule) and period(view, ops.sizes) == 1)
     ]
     statistics = 0 if rule.kernel.endswith("forward") else 8 * queries
     for stages in range(tile.stages, 0, -1):
@@ -139,13 +139,8 @@ def choose_step(ops: Operands, rule: WindowRule, columns: int, needed: int = 1) 
     return step
 
 
-def is_plane(view: View) -> bool:
-    """Whether a term varies along queries and keys."""
-    return view.strides[-1] != 0 and view.strides[-2] != 0
-
-
 def _is_holdable(term: Term, view: View, rule: WindowRule) -> bool:
-    return term.kind in rule.hold or (is_plane(view) and view.vec <= 1)
+    return term.kind in rule.hold or (view.is_plane and view.vec <= 1)
 
 
 def _held(ops: Operands, rule: WindowRule, step: int) -> tuple[bool, ...]:
@@ -263,6 +258,13 @@ def bias_gradient(ops: Operands, i: int) -> Gradient | None:
     return Gradient(index=i, stored=False, period=repeats, owns_head=p.Hq == 1 or view.strides[len(batch)] != 0)
 
 
+def sum_up(ops: Operands, gradient: Gradient, count: int) -> Launch:
+    """Adds ``count`` partial sums of a shared bias's gradient up."""
+    p = ops.problem
+    total = gradient.period * (p.Hq if gradient.owns_head else 1) * p.M * p.N
+    return add_chunks(gradient.index, total, count // total, block=256, warps=2)
+
+
 def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grads: Sequence[int]) -> Recipe | None:
     """The backward pass of windows, or None where the general kernels take the call.
 
@@ -305,9 +307,8 @@ def backward_recipe(ops: Operands, has_dlse: bool, wanted: Collection[str], grad
     partial = f"partial{gradient.index}"
     own["dbias_ptr"] = Slot(partial)
     launch = window_launch(ops, windows.window_backward_kernel, rule, step, p.Hq, names, **own)
-    total = needed * (p.Hq if gradient.owns_head else 1) * p.M * p.N
     return Recipe(
-        launches=(launch, add_chunks(gradient.index, total, count // total, block=256, warps=2)),
+        launches=(launch, sum_up(ops, gradient, count)),
         scratch=((partial, count),),
         chunked=(gradient.index,),
     )

@@ -27,6 +27,24 @@ def softmax_step(y, y_tail, unit, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr):
     return p, p_tail, m, l
 
 
+@triton.jit
+def tiles_of_window(
+    q_start, M, N, WIDE: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Rows of a query tile, of the first keys and of the tail: ``(start, local, to load, own)``, as far as needed."""
+    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
+    q_local = local(BLOCK_M, WIDE)
+    q_rows = inside(q_local, M, SHORT_M)
+    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
+    k_local = local(BLOCK_N, WIDE)
+    k_own = owned(0, 0, k_local, N, False)
+    t_local = BLOCK_N + local(TAIL, WIDE)
+    t_rows = inside(t_local, N, SHORT_N)
+    t_own = owned(0, 0, t_local, N, SHORT_N)
+    return (q_at, q_local, q_rows, q_own), (k_local, k_own), (t_local, t_rows, t_own)
+
+
 @triton.jit(do_not_specialize=["M", "N", "heads", "batch", "step", "shift"])
 def long_window_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, out_strides,
@@ -53,15 +71,10 @@ def long_window_forward_kernel(
     tiles = tl.cdiv(M, BLOCK_M)
     q_start = tl.program_id(0) // heads % tiles * BLOCK_M
     first = tl.program_id(0) // heads // tiles
-    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
-    q_local = local(BLOCK_M, WIDE)
-    q_rows = inside(q_local, M, SHORT_M)
-    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
-    k_local = local(BLOCK_N, WIDE)
-    k_own = owned(0, 0, k_local, N, False)
-    t_local = BLOCK_N + local(TAIL, WIDE)
-    t_rows = inside(t_local, N, SHORT_N)
-    t_own = owned(0, 0, t_local, N, SHORT_N)
+    rows, keys, tail = tiles_of_window(q_start, M, N, WIDE, SHORT_M, SHORT_N, BLOCK_M, BLOCK_N, TAIL)
+    q_at, q_local, q_rows, q_own = rows
+    k_local, k_own = keys
+    t_local, t_rows, t_own = tail
     q_row, k_row, k_in = q_rows[:, None], k_local[None, :], k_own[None, :]
     t_row, t_in = t_local[None, :], t_own[None, :]
     unit = LOG2E

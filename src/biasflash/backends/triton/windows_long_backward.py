@@ -10,14 +10,11 @@ import triton
 import triton.language as tl
 
 from biasflash.backends.triton.windows import held_terms, load_keys, window_terms
+from biasflash.backends.triton.windows_long import tiles_of_window
 from biasflash.tile.bias import store_term_grad, term_bases
 from biasflash.tile.memory import (
     head_offset,
-    inside,
     load_rows,
-    local,
-    owned,
-    shifted,
     store_rows,
     wide_if,
 )
@@ -55,15 +52,10 @@ def dq_tile(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query tile of the windows ``first, first + step, ...``, see ``long_window_dq_kernel``."""
-    q_at = shifted(q_start, M, BLOCK_M, SHORT_M)
-    q_local = local(BLOCK_M, WIDE)
-    q_rows = inside(q_local, M, SHORT_M)
-    q_own = owned(q_at, q_start, q_local, M, SHORT_M)
-    k_local = local(BLOCK_N, WIDE)
-    k_own = owned(0, 0, k_local, N, False)
-    t_local = BLOCK_N + local(TAIL, WIDE)
-    t_rows = inside(t_local, N, SHORT_N)
-    t_own = owned(0, 0, t_local, N, SHORT_N)
+    rows, keys, tail = tiles_of_window(q_start, M, N, WIDE, SHORT_M, SHORT_N, BLOCK_M, BLOCK_N, TAIL)
+    q_at, q_local, q_rows, q_own = rows
+    k_local, k_own = keys
+    t_local, t_rows, t_own = tail
     q_row, k_row, k_in = q_rows[:, None], k_local[None, :], k_own[None, :]
     t_row, t_in = t_local[None, :], t_own[None, :]
     unit = LOG2E
