@@ -144,6 +144,16 @@ LONG = [
     small("odd widths", 40, 144, D=5, Dv=31, biases=(SHARED,)),
     small("strides transposed", 40, 136, biases=(Bias(shape="1HMN", strides="transposed"),), strides="transposed"),
     small("strides unaligned", 40, 144, biases=(Bias(shape="1HMN", strides="unaligned"),), strides="unaligned"),
+    # wider than 32 columns: tiles of keys are two above 64 keys, backward
+    small("10 x 10, wide", 100, 100, H=1, batch=(3,), D=48, Dv=48, biases=(SHARED,)),
+    small("a key more than one tile, wide", 65, 65, H=1, batch=(2,), D=40, Dv=64, biases=(SHARED,)),
+    small("whole tiles, wide", 128, 128, H=1, batch=(2,), D=64, Dv=33, biases=(SHARED,)),
+    small("a tail of 16, wide", 80, 80, batch=(3,), D=64, Dv=64, biases=(Bias(shape="11MN"),)),
+    small("causal, wide", 100, 90, H=1, batch=(3,), D=40, Dv=40, biases=(SHARED,), causal=True, return_lse=True),
+    small(
+        "keys of nobody, wide", 33, 97, D=40, Dv=40, biases=(SHARED,), masks=(Mask(shape="B11N", fill="key padding"),)
+    ),
+    small("strides unaligned, wide", 40, 72, D=40, Dv=40, biases=(Bias(shape="1HMN", strides="unaligned"),)),
 ]
 
 
@@ -308,6 +318,26 @@ def test_windows_of_144_tokens_sum_in_order_too() -> None:
     assert (add.arguments["count"], add.arguments["chunks"]) == (6 * 144 * 144, by_keys.grid // 30 * 2)
     assert recipe.scratch[-1] == ("partial0", by_keys.grid // 30 * 12 * 144 * 144)
     assert recipe.chunked == (0,)
+
+
+@pytest.mark.parametrize(("length", "D", "shape", "serves"), [
+    (64, 64, "1HMN", False),  # the fused kernel
+    (65, 64, "1HMN", True),
+    (128, 33, "1HMN", True),
+    (128, 32, "1HMN", False),  # the fused kernel
+    (100, 64, "BHMN", False),  # stored: the general kernels are faster
+])  # fmt: skip
+def test_wide_windows_of_65_to_128_tokens_go_back_in_two_tiles_of_keys(
+    length: int, D: int, shape: str, serves: bool
+) -> None:
+    ops = operands(small("", length, length, H=4, batch=(2048,), D=D, Dv=D, biases=(Bias(shape=shape),)), device=H200)
+    assert window_plan.forward_launch(ops) is not None
+    assert window_long_plan.forward_launch(ops) is None
+    recipe = backward(ops) or long_backward(ops)
+    names = [launch.kernel.__name__ for launch in recipe.launches] if recipe else []
+    assert ("long_window_dq_kernel" in names) == serves
+    if serves and recipe is not None:
+        assert recipe.launches[0].arguments["TAIL"] == max(16, 1 << (length - 65).bit_length())
 
 
 @pytest.mark.parametrize(("capability", "serves"), [(80, False), (89, False), (90, True), (100, False)])

@@ -253,6 +253,10 @@ _MEDIUM = [
     _medium(
         "window-191", "loss on the log-sum-exp", 191, 2, 32, batch=(24,), biases=(Bias(shape="1HMN"),), return_lse=True
     ),
+    _medium("window-100-wide", "windows of 10 x 10, 64 columns", 100, 2, 64, batch=(40,), biases=(Bias(shape="1HMN"),)),
+    _medium(
+        "window-128-wide", "windows of 128 tokens, 40 columns", 128, 2, 40, batch=(40,), biases=(Bias(shape="1HMN"),)
+    ),
     _medium("window-144-full", "a bias of every window", 144, 2, 32, batch=(24,), biases=(Bias(shape="BHMN"),)),
     _medium("window-160-causal", "windows of time", 160, 2, 32, batch=(24,), causal=True, biases=(Bias(shape="1HMN"),)),
     _medium(

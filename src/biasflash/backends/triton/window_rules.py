@@ -127,6 +127,16 @@ RULES: tuple[WindowRule, ...] = (
     ),
     _rule(
         "long dq",
+        (192, 128, 64, 2),
+        (64, 64, 4, 2, None),
+        2,
+        _BIAS,
+        "4 heads of 128 tokens, D 64: with dk and dv 0.601 ms, general 0.851; 100 tokens 0.550, 1.127",
+        spill_bytes=40,
+        capability=90,
+    ),
+    _rule(
+        "long dq",
         (192, 144, 32, 2),
         (64, 128, 4, 3, None),
         2,
@@ -152,6 +162,16 @@ RULES: tuple[WindowRule, ...] = (
         _NONE,
         "as for D 32; on sm_80 648 bytes of spills",
         spill_bytes=384,
+        capability=90,
+    ),
+    _rule(
+        "long dkdv",
+        (192, 128, 64, 2),
+        (64, 64, 4, 2, None),
+        2,
+        _BIAS,
+        "128 tokens, D 64: with dq 0.601 ms, not held 0.766, 1 stage 0.647, 3 stages 0.790",
+        spill_bytes=288,
         capability=90,
     ),
     _rule(

@@ -1,5 +1,5 @@
 # jit code is a language of its own: its names and types are Triton's
-"""Windows of 129 to 192 tokens: all keys of one in two tiles, 128 of them and a tail of 16, 32 or 64.
+"""Windows of two tiles of keys: 128 and a tail of 16, 32 or 64 up to 192 tokens; backward also 64 and a tail.
 
 Sides of tiles are powers of two, and 144 = 128 + 16 wastes nothing where 256 would waste 112. Both tiles of scores are
 there before the softmax begins, so nothing is rescaled. Else as ``windows``.

@@ -1,5 +1,5 @@
 # jit code is a language of its own: its names and types are Triton's
-"""Backward of windows of 129 to 192 keys by queries: dq and delta. ``windows_long_keys`` has the rest.
+"""Backward of windows of two tiles of keys, by queries: dq and delta. ``windows_long_keys`` has the rest.
 
 No program holds the float32 sums of all pairs of a window (81 registers of 256 threads) beside its scores and their
 gradients: 1360 bytes of spills, offline on sm_90. With delta known, the kernel by keys takes the queries in pieces: the

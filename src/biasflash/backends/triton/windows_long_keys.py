@@ -1,5 +1,5 @@
 # jit code is a language of its own: its names and types are Triton's
-"""Backward of windows of 129 to 192 keys by keys: dk, dv, the sum for a shared bias; after ``windows_long_backward``.
+"""Backward of windows of two tiles of keys, by keys: dk, dv, a shared bias's sums; after ``windows_long_backward``.
 
 With delta known no row of scores need be there as a whole. Queries come in pieces: the sums of all pieces stay, scores
 and their gradients are there for one at a time.
