@@ -34,6 +34,8 @@ log = logging.getLogger("biasflash")
 MOST_WORKERS = 8
 #: kernels that only some lengths of a call need: sums of key pieces and of a bias gradient's chunks, a bias copied
 PARTS = ("merge_kernel", "add_chunks_kernel", "align_rows_kernel")
+#: constants by which lengths differ for another reason than those above: tiles that shrink, a bias outgrows the cache
+REGIME = ("BLOCK_M", "BLOCK_N", "SHORT_M", "SHORT_N", "ORDER")
 #: a length at which every tile has its full size and the sum of a shared bias's gradient is cut into most chunks
 SHORT = 256
 #: keys that come in many pieces, if they come in pieces at all
@@ -96,16 +98,14 @@ def _shape(problem: Problem, name: str) -> tuple[int, ...]:
 
 
 def _near(length: int) -> set[int]:
-    """Lengths that take the same tiles: one of every alignment, one of whole tiles, one that leaves a rest.
+    """Lengths that take the same tiles, on both sides of ``length``, as a border may lie between (``_kinds``).
 
-    Alignments are a multiple of 8, one of 4 (a float32 bias minds) and neither. Below 128 tiles shrink with their axis,
-    above it windows end: lengths are to one side of it.
+    Of every alignment one: a multiple of 8, one of 4 (a float32 bias minds) and neither; and where there are several
+    tiles, a length of whole ones and one that leaves a rest.
     """
-    base = max(8, length // 8 * 8 if length < 128 else -(-length // 8) * 8)
-    if length < 128:
-        return {base, base + 4, base + 1}
-    rest = base if base % 128 else base + (8 if base == 128 else -8)
-    return {base, base + 4, base + 1, -(-length // 256) * 256, rest}
+    bases = {max(8, (length - 1) // 8 * 8), -(-length // 8) * 8}
+    found = {base + more for base in bases for more in (0, 1, 4)}
+    return found | {-(-length // 256) * 256} if length > 128 else found
 
 
 def _edges(problem: Problem, rule: SplitRule) -> tuple[int, int, int]:
@@ -115,9 +115,10 @@ def _edges(problem: Problem, rule: SplitRule) -> tuple[int, int, int]:
     return enough - 16, enough, max(enough, MANY_PIECES)
 
 
-def _kinds(recipe: Recipe) -> set[str]:
-    kernels = [launch.kernel for launch in recipe.launches]
-    return {f"{kernel.__module__}.{kernel.__name__}" for kernel in kernels if kernel.__name__ not in PARTS}
+def _kinds(recipe: Recipe) -> set[tuple[object, ...]]:
+    """Kernels without ``PARTS``, their tiles, and the order of their programs."""
+    launches = [launch for launch in recipe.launches if launch.kernel.__name__ not in PARTS]
+    return {(x.kernel.__module__, x.kernel.__name__, *map(x.arguments.get, REGIME)) for x in launches}
 
 
 def others(recipe: Recipe, problem: Problem, precision: str, facts: Facts, plan: Plan) -> Iterator[Asked]:
@@ -127,7 +128,7 @@ def others(recipe: Recipe, problem: Problem, precision: str, facts: Facts, plan:
     stand-ins do not.
     """
     p, kinds = problem, _kinds(recipe)
-    if p.N == 1 or not all(facts[2]) or any("window" in kind for kind in kinds):
+    if p.N == 1 or not all(facts[2]) or any("window" in str(kind) for kind in kinds):
         return
 
     def planned(length: int) -> tuple[Problem, Recipe]:
@@ -146,7 +147,7 @@ def others(recipe: Recipe, problem: Problem, precision: str, facts: Facts, plan:
         tensors = meta_tensors(other, found)
         yield from ((launch, tensors) for launch in found.launches if launch.kernel.__name__ in PARTS)
     for other, found in map(planned, sorted(lengths - {p.N})):
-        if _kinds(found) == kinds:  # else masks became lists, or a window began: other kernels altogether
+        if _kinds(found) == kinds:
             tensors = meta_tensors(other, found)
             yield from ((launch, tensors) for launch in found.launches)
 
@@ -181,13 +182,16 @@ def _compile(recipe: Recipe, tensors: Mapping[str, Tensor], beside: Callable[[],
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
         asked = [launch.ask(tensors) for launch in waiting]
-        is_new = any(isinstance(kernel, triton.FutureKernel) for kernel in asked)
-        spare = [(launch, _try(launch, partial(launch.ask, given))) for launch, given in beside()] if is_new else []
+        spare: dict[Any, Launch] = {}
+        if any(isinstance(kernel, triton.FutureKernel) for kernel in asked):
+            for launch, given in beside():
+                kernel = _try(launch, partial(launch.ask, given)) if launch.grid else None
+                if isinstance(kernel, triton.FutureKernel):
+                    spare.setdefault(kernel, launch)
         for launch, kernel in zip(waiting, asked, strict=True):
             launch.take(kernel)
-        for launch, kernel in spare:
-            if isinstance(kernel, triton.FutureKernel):
-                _try(launch, kernel.result)
+        for kernel, launch in spare.items():
+            _try(launch, kernel.result)
 
 
 def _try(launch: Launch, step: Callable[[], Any]) -> Any:

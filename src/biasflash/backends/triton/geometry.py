@@ -58,14 +58,13 @@ def stretched(strides: Sequence[int], shape: Sequence[int], longer: Sequence[int
     """
     found = list(strides)
     end = new_end = 1
-    for i in sorted(range(len(shape)), key=lambda i: strides[i]):
-        if shape[i] == 1 or strides[i] == 0:
-            continue
+    for i in sorted(range(len(shape)), key=lambda i: (strides[i], shape[i])):
         if strides[i] == end:
             found[i] = new_end
-        elif end != new_end:
+        elif strides[i] and end != new_end:
             found[i] = -(-new_end // 8) * 8 if strides[i] % 8 == 0 else new_end
-        end, new_end = strides[i] * shape[i], found[i] * longer[i]
+        if strides[i] and shape[i] != 1:
+            end, new_end = strides[i] * shape[i], found[i] * longer[i]
     return found
 
 
