@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -215,8 +217,6 @@ def test_a_kernel_of_the_call_that_does_not_compile_raises_what_the_compiler_sai
     for _ in range(2):
         with pytest.raises(KeyError, match="no such register"):
             call(problem(1000, bias="1HMN"))
-    compiler.broken = lambda source: False
-    call(problem(1000, bias="1HMN"))
 
 
 def test_a_hopper_kernel_that_does_not_compile_says_so_in_its_own_way(away: int) -> None:
@@ -243,12 +243,20 @@ def test_inside_a_mode_of_the_callers_own_kernels_are_compiled_as_well(compiler:
         assert not recipe.launches[0].must_compile
 
 
-def test_warnings_are_heard_afterwards(away: int, compiler: Compiler) -> None:
-    """Triton restores their filters in the order in which threads end, which is not that in which they began."""
-    before = list(warnings.filters)
-    compiler.broken = lambda source: bool(warnings.simplefilter("ignore"))
+def test_warnings_are_heard_and_garbage_is_collected_afterwards(compiler: Compiler) -> None:
+    """Triton restores filters in the order in which threads end, which is not that in which they began."""
+    before, collecting = list(warnings.filters), []
+
+    def meddle(source: Any) -> bool:
+        collecting.append(gc.isenabled())
+        warnings.simplefilter("ignore")
+        return False
+
+    compiler.broken = meddle
     call(problem(1000, bias="1HMN"))
     assert warnings.filters == before
+    assert gc.isenabled()
+    assert sys.version_info[:2] != (3, 11) or not any(collecting)
 
 
 def test_nothing_is_compiled_ahead_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,15 @@ compiles for all of them, so that later ones find everything ready.
 from __future__ import annotations
 
 import contextvars
+import gc
 import logging
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -168,16 +171,33 @@ def compile_together(
         contextvars.Context().run(partial(_compile, recipe, tensors, beside))
 
 
-def _compile(recipe: Recipe, tensors: Mapping[str, Tensor], beside: Callable[[], Iterable[Asked]]) -> None:
-    """Triton's own mode does all but the compiling on this thread: its caches, keys and hooks meet no other.
+@contextmanager
+def _safe_for_threads() -> Iterator[None]:
+    """What Triton's walk through a kernel's source needs so that several threads may do it.
 
-    Triton silences warnings while it walks a kernel's source and restores the filters, which is not made for threads;
-    hence the outer pair.
+    It silences deprecations and restores the filters, in whatever order threads come by. And Python 3.11 counts the
+    depth of ``ast.parse`` for all threads together: a collection in its middle lets another thread in, and one of them
+    raises SystemError ("AST constructor recursion depth mismatch").
     """
+    collects = sys.version_info[:2] == (3, 11) and gc.isenabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        if collects:
+            gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
+def _compile(recipe: Recipe, tensors: Mapping[str, Tensor], beside: Callable[[], Iterable[Asked]]) -> None:
+    """Triton's own mode does all but the compiling on this thread: its caches, keys and hooks meet no other."""
     waiting = [launch for launch in recipe.launches if launch.must_compile]
     with (
         _lock,
-        warnings.catch_warnings(),
+        _safe_for_threads(),
         ThreadPoolExecutor(_workers()) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
