@@ -129,6 +129,7 @@ class Compiler:
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.delenv(ahead.VARIABLE, raising=False)
     device = next(_devices)
     monkeypatch.setattr(triton.runtime.driver, "_active", Away(device))
     yield device
@@ -186,6 +187,12 @@ def test_the_first_call_compiles_for_all_lengths(compiler: Compiler) -> None:
     for length in (1001, 1004, 333, 2047):
         call(problem(length, bias="1HMN"))
     assert sorted(compiler.compiled) == sorted(wanted)
+
+
+def test_other_lengths_can_be_left_out(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ahead.VARIABLE, "off")
+    call(problem(1000, bias="1HMN"))
+    assert sorted(compiler.compiled) == ["dbias", "dkdv", "dq", "forward"]
 
 
 def test_a_call_that_needs_nothing_new_plans_nothing_else(compiler: Compiler) -> None:

@@ -33,6 +33,8 @@ from biasflash.problem import Problem, Term
 
 log = logging.getLogger("biasflash")
 
+#: set to ``off``, a call compiles its own kernels alone: for processes that make many kinds of call once each
+VARIABLE = "BIASFLASH_AHEAD"
 #: more threads than this share Python's lock, which a compile holds for about a third of its time
 MOST_WORKERS = 8
 #: kernels that only some lengths of a call need: sums of key pieces and of a bias gradient's chunks, a bias copied
@@ -203,7 +205,8 @@ def _compile(recipe: Recipe, tensors: Mapping[str, Tensor], beside: Callable[[],
     ):
         asked = [launch.ask(tensors) for launch in waiting]
         spare: dict[Any, Launch] = {}
-        if any(isinstance(kernel, triton.FutureKernel) for kernel in asked):
+        is_new = any(isinstance(kernel, triton.FutureKernel) for kernel in asked)
+        if is_new and os.environ.get(VARIABLE, "") != "off":
             for launch, given in beside():
                 kernel = _try(launch, partial(launch.ask, given)) if launch.grid else None
                 if isinstance(kernel, triton.FutureKernel):
