@@ -1,7 +1,8 @@
 """A new sequence length is not a new compile: Triton's own cache keys of what calls of many lengths would launch.
 
-No GPU and no compile: the keys come from Triton's own reading of the arguments (``offline.compile_key``). Below 128 a
-tile shrinks with its axis, so lengths start there.
+No GPU and no compile: the keys come from Triton's own reading of the arguments (``offline.compile_key``), and what the
+first call compiles along with its own kernels from ``ahead.others``, as in a call. Below 128 a tile shrinks with its
+axis, so lengths start there.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import torch
 
 pytest.importorskip("triton", reason="only Triton compiles kernels")
 
-from biasflash.backends.triton import forward_plan, geometry, operands, window_plan
-from biasflash.backends.triton.operands import Device
+from biasflash.backends.triton import ahead, geometry, launch, operands, window_plan
+from biasflash.backends.triton.backward_plan import backward_recipe
+from biasflash.backends.triton.forward_plan import forward_recipe
+from biasflash.backends.triton.operands import Device, Facts
 from biasflash.backends.triton.plans import contiguous_recipes
+from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem, Term
 from biasflash.testing.offline import compile_key, meta_tensors
 
@@ -29,19 +33,28 @@ Key = tuple[tuple[str, object], ...]
 
 
 def problem(
-    length: int, bias: str = "", mask: str = "", dtype: torch.dtype = BF16, B: int = 2, H: int = 4, causal: bool = False
+    length: int,
+    bias: str = "",
+    mask: str = "",
+    dtype: torch.dtype = BF16,
+    B: int = 2,
+    H: int = 4,
+    causal: bool = False,
+    M: int | None = None,
 ) -> Problem:
-    """Self-attention, all trained; ``bias`` and ``mask`` are words of ``1`` and letters for ``(B, Hq, M, N)``."""
+    """All trained, self-attention without ``M``; ``bias`` and ``mask`` are words of ``1`` and letters for
+    ``(B, Hq, M, N)``."""
+    M = length if M is None else M
 
     def term(kind: str, word: str, dtype: torch.dtype) -> Term:
-        shape = tuple(1 if c == "1" else n for c, n in zip(word, (B, H, length, length), strict=True))
+        shape = tuple(1 if c == "1" else n for c, n in zip(word, (B, H, M, length), strict=True))
         return Term(kind=kind, shape=shape, dtype=dtype, trainable=kind == "dense")
 
     terms = [term("dense", bias, dtype)] if bias else []
     terms += [term("keep", mask, torch.bool)] if mask else []
     return Problem(
         batch=(B,),
-        M=length,
+        M=M,
         N=length,
         Hq=H,
         Hkv=H,
@@ -50,7 +63,7 @@ def problem(
         dtype=dtype,
         device=torch.device("cuda"),
         terms=tuple(terms),
-        causal_shift=0 if causal else None,
+        causal_shift=length - M if causal else None,
         scale=0.125,
         trainable=(True, True, True),
     )
@@ -66,26 +79,62 @@ def kernel_of(key: Key) -> str:
     return str(key[0][1]).removesuffix("_kernel")
 
 
+def facts_of(p: Problem, *, backward: bool) -> Facts:
+    """What a pass is told of a call whose tensors are all contiguous."""
+    q, out = ((*p.batch, p.M, p.Hq, width) for width in (p.D, p.Dv))
+    k, v = ((*p.batch, p.N, p.Hkv, width) for width in (p.D, p.Dv))
+    shapes = {"q": q, "k": k, "v": v, "out": out}
+    if backward:
+        shapes |= {"dout": out, "dq": q, "dk": k, "dv": v}
+    shapes |= dict.fromkeys(("lse", "low"), (*p.batch, p.Hq, p.M))
+    shapes |= {f"bias{i}": term.shape for i, term in enumerate(p.terms)}
+    if backward:
+        shapes |= {f"grad{i}": term.shape for i, term in enumerate(p.terms) if term.trainable}
+    strides = tuple(tuple(geometry.plain_strides(shape)) for shape in shapes.values())
+    return tuple(shapes), strides, (True,) * len(shapes)
+
+
+def plan_forward(p: Problem, precision: str, facts: Facts) -> Recipe:
+    rows, terms, _ = launch.layouts(facts, len(p.terms))
+    return forward_recipe(p, H200, rows, terms)
+
+
+def plan_backward(p: Problem, precision: str, facts: Facts) -> Recipe:
+    return backward_recipe(p, H200, *launch.layouts(facts, len(p.terms)), "dlse" in facts[0])
+
+
+def compiled_by(p: Problem, seen: set[Key]) -> list[Key]:
+    """What a forward and a backward call compile where ``seen`` is compiled; as ``ahead.compile_together`` decides."""
+    found: dict[Key, None] = {}
+    for plan in (plan_forward, plan_backward):
+        facts = facts_of(p, backward=plan is plan_backward)
+        recipe = plan(p, "highest", facts)
+        tensors = meta_tensors(p, recipe)
+        own = [compile_key(x, tensors) for x in recipe.launches]
+        if not seen.issuperset(own):
+            beside = ahead.others(recipe, p, "highest", facts, plan)
+            found |= dict.fromkeys(key for key in (*own, *(compile_key(*asked) for asked in beside)) if key not in seen)
+    return list(found)
+
+
 def new_kernels(lengths: tuple[int, ...], **asked: object) -> list[list[str]]:
     """For every length in a row, the kernels that it compiles."""
     assert os.environ.get("TRITON_INTERPRET", "0") == "0", "interpreted kernels are never compiled"
     seen: set[Key] = set()
     found = []
     for length in lengths:
-        keys = dict.fromkeys(keys_of(problem(length, **asked)))  # type: ignore[arg-type]
-        found.append([kernel_of(key) for key in keys if key not in seen])
-        seen |= keys.keys()
+        keys = compiled_by(problem(length, **asked), seen)  # type: ignore[arg-type]
+        found.append([kernel_of(key) for key in keys])
+        seen.update(keys)
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Calls alike but for their length. ``first``: kernels of the first length; ``later``: length -> what it adds."""
+    """Calls alike but for their length. ``first``: the kernels that the first of them compiles, whichever it is."""
 
     name: str
-    lengths: tuple[int, ...]
     first: tuple[str, ...]
-    later: dict[int, tuple[str, ...]]
     bias: str = ""
     mask: str = ""
     dtype: torch.dtype = BF16
@@ -93,56 +142,29 @@ class Family:
 
 
 PLAIN = ("forward", "dq", "dkdv")
-FULL = ("forward", "delta", "dkdv", "dq_from_ds")
-#: few tiles: the owner's sum is split into chunks, which are added up; many tiles: it is not, by the same kernel
-SHARED = ("forward", "dq", "dkdv", "dbias", "add_chunks")
-OTHER_CLASS = SHARED[:-1]  # adding up chunks knows no alignment
+FULL = ("forward", "dkdv", "dq_from_ds")
+SHARED = ("forward", "dq", "dkdv", "dbias")
+#: delta reads no bias, and adding up chunks knows no alignment: one kernel for both classes. Few tiles: the owner's sum
+#: is split into chunks, which are added up; many tiles: it is not, by the same kernel
+DELTA, CHUNKS = ("delta",), ("add_chunks",)
 
 FAMILIES = [
-    Family(name="no bias", lengths=ANY, first=PLAIN, later={}),
-    Family(name="no bias, causal", lengths=ANY, first=PLAIN, later={}, causal=True),
-    Family(name="no bias, float32", lengths=ANY, first=PLAIN, later={}, dtype=F32),
-    Family(name="full bias", lengths=EIGHTS, first=FULL, later={}, bias="BHMN"),
-    Family(name="full bias, causal", lengths=EIGHTS, first=FULL, later={}, bias="BHMN", causal=True),
-    Family(name="full bias, float32", lengths=EIGHTS, first=FULL, later={}, bias="BHMN", dtype=F32),
-    # delta reads no bias: one kernel for both classes of alignment
-    Family(
-        name="full bias, any length",
-        lengths=ANY,
-        first=FULL,
-        later={129: ("forward", "dkdv", "dq_from_ds")},
-        bias="BHMN",
-    ),
-    Family(name="shared bias", lengths=EIGHTS, first=SHARED, later={}, bias="1HMN"),
-    Family(name="shared bias, float32", lengths=EIGHTS, first=SHARED, later={}, bias="1HMN", dtype=F32),
-    Family(
-        name="shared bias, any length",
-        lengths=ANY,
-        first=SHARED,
-        later={129: OTHER_CLASS},
-        bias="1HMN",
-    ),
-    Family(
-        name="shared bias, key mask, any length",
-        lengths=ANY,
-        first=SHARED,
-        later={129: OTHER_CLASS},
-        bias="1HMN",
-        mask="B11N",
-    ),
-    Family(name="key mask, any length", lengths=ANY, first=PLAIN, later={129: PLAIN}, mask="B11N"),
-    Family(name="key bias, any length", lengths=ANY, first=PLAIN, later={129: PLAIN}, bias="B11N"),
-    Family(name="row bias, any length", lengths=ANY, first=PLAIN, later={}, bias="1HM1"),
+    Family(name="no bias", first=PLAIN),
+    Family(name="no bias, causal", first=PLAIN, causal=True),
+    Family(name="no bias, float32", first=PLAIN, dtype=F32),
+    Family(name="row bias", first=PLAIN, bias="1HM1"),
+    # rows in steps of 16 bytes, and others
+    Family(name="full bias", first=2 * FULL + DELTA, bias="BHMN"),
+    Family(name="full bias, causal", first=2 * FULL + DELTA, bias="BHMN", causal=True),
+    Family(name="shared bias", first=2 * SHARED + CHUNKS, bias="1HMN"),
+    Family(name="shared bias, key mask", first=2 * SHARED + CHUNKS, bias="1HMN", mask="B11N"),
+    Family(name="key mask", first=2 * PLAIN, mask="B11N"),
+    Family(name="key bias", first=2 * PLAIN, bias="B11N"),
     # float32 has a third class, lengths divisible by 4 but not by 8: their rows are aligned, EVEN_N does not hold
-    Family(
-        name="shared bias, float32, any length",
-        lengths=ANY,
-        first=SHARED,
-        later={129: OTHER_CLASS, 500: OTHER_CLASS},
-        bias="1HMN",
-        dtype=F32,
-    ),
+    Family(name="full bias, float32", first=3 * FULL + DELTA, bias="BHMN", dtype=F32),
+    Family(name="shared bias, float32", first=3 * SHARED + CHUNKS, bias="1HMN", dtype=F32),
 ]
+ORDERS = {"ascending": ANY, "descending": ANY[::-1], "eights first": EIGHTS + ANY}
 
 
 @pytest.fixture(autouse=True)
@@ -151,18 +173,40 @@ def _no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_plan, "is_window", lambda ops: False)
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
-def test_ten_lengths_in_a_row(family: Family) -> None:
-    found = new_kernels(family.lengths, bias=family.bias, mask=family.mask, dtype=family.dtype, causal=family.causal)
-    wanted = [family.first, *(family.later.get(length, ()) for length in family.lengths[1:])]
-    assert found == [list(kernels) for kernels in wanted]
+def test_ten_lengths_in_a_row(family: Family, order: str) -> None:
+    first, *later = new_kernels(
+        ORDERS[order], bias=family.bias, mask=family.mask, dtype=family.dtype, causal=family.causal
+    )
+    assert sorted(first) == sorted(family.first)
+    assert not any(later)
 
 
-def test_pieces_compile_their_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few queries over any number of keys share them out; as many queries as keys never do (``FAMILIES``)."""
-    monkeypatch.setattr(forward_plan, "RULE", forward_plan.SplitRule(keys_per_query=0))
-    assert new_kernels(ANY) == [["forward", "dq", "dkdv"], *[[]] * 7, ["forward", "merge"], []]
-    assert new_kernels((1023, 1500, 2047), H=16) == [["forward", "dq", "dkdv"], [], []]
+@pytest.mark.parametrize("order", [1, -1], ids=["ascending", "descending"])
+@pytest.mark.parametrize("bias", ["", "B11N"], ids=["no bias", "key bias"])
+@pytest.mark.parametrize("M", [1, 100, 300])
+def test_more_and_more_keys(M: int, bias: str, order: int) -> None:
+    """Few queries over growing numbers of keys share them out from some number on; few pieces are added up otherwise
+    than many. 300 queries do so only where a query has many keys."""
+    lengths = (200, 333, 1000, 1001, 1023, 1024, 1500, 2047, 2304, 3001, 4096, 9001, 20000)
+    first, *later = new_kernels(lengths[::order], bias=bias, M=M)
+    assert {"forward", "merge"} <= set(first)
+    assert first.count("forward") == (4 if bias else 2)
+    assert not any(later)
+
+
+def test_without_what_is_compiled_ahead_lengths_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the tests above would prove nothing."""
+    monkeypatch.setattr(ahead, "others", lambda *given: ())
+    assert new_kernels((1000, 1001, 1024), bias="B11N") == [list(PLAIN), list(PLAIN), []]
+    assert new_kernels((1000, 1024, 9001), M=1)[1:] == [["forward", "merge"], ["merge"]]
+
+
+def test_windows_have_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window's tile is as long as the window: other lengths are not compiled ahead."""
+    monkeypatch.undo()
+    assert [x for x in new_kernels((100,), bias="1HMN")[0] if "forward" in x] == ["window_forward"]
 
 
 def differing(a: Key, b: Key) -> set[str]:

@@ -20,9 +20,8 @@ from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from biasflash.backends.triton.ahead import meta_tensors as meta_tensors
 from biasflash.backends.triton.operands import Launch
-from biasflash.backends.triton.recipe import Recipe
-from biasflash.problem import Problem
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -70,21 +69,6 @@ def _describe(value: Any, path: tuple[int, ...], attributes: dict[tuple[int, ...
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def meta_tensors(problem: Problem, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """A stand-in on the meta device for every slot a recipe of ``problem`` may name; only dtypes matter."""
-
-    def like(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(1, dtype=dtype, device="meta")
-
-    tensors = {name: like(problem.dtype) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
-    tensors |= {name: like(torch.float32) for name in ("lse", "low", "dlse", *(name for name, _ in recipe.scratch))}
-    tensors |= {name: like(torch.int32) for name, _ in recipe.zeroed}
-    for i, term in enumerate(problem.terms):
-        tensors[f"bias{i}"] = like(torch.uint8 if term.dtype == torch.bool else term.dtype)
-        tensors[f"grad{i}"] = tensors[f"dense_grad{i}"] = like(term.dtype)
-    return tensors
 
 
 @cache

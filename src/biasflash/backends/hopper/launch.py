@@ -13,7 +13,7 @@ from biasflash.backends.hopper.backward_plan import backward_recipe
 from biasflash.backends.hopper.forward_plan import forward_recipe
 from biasflash.backends.hopper.operands import BuildError
 from biasflash.backends.triton import launch as portable
-from biasflash.backends.triton.operands import device_facts
+from biasflash.backends.triton.operands import Facts, device_facts
 from biasflash.backends.triton.plans import contiguous_recipes
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
@@ -26,18 +26,26 @@ def _tell(problem: Problem, stage: str, reasons: Sequence[str]) -> None:
         log.info("hopper: portable kernels run the %s of %s: %s", stage, problem, "; ".join(reasons))
 
 
-@lru_cache(maxsize=1024)
-def _forward(problem: Problem, precision: str, facts: portable.Facts) -> Recipe:
+def _plan_forward(problem: Problem, precision: str, facts: Facts) -> tuple[Recipe, list[str]]:
     rows, terms, _ = portable.layouts(facts, len(problem.terms))
-    recipe, reasons = forward_recipe(problem, device_facts(problem.device), rows, terms)
+    return forward_recipe(problem, device_facts(problem.device), rows, terms)
+
+
+def _plan_backward(problem: Problem, precision: str, facts: Facts) -> tuple[Recipe, list[str]]:
+    rows, terms, grads = portable.layouts(facts, len(problem.terms))
+    return backward_recipe(problem, device_facts(problem.device), rows, terms, grads, "dlse" in facts[0])
+
+
+@lru_cache(maxsize=1024)
+def _forward(problem: Problem, precision: str, facts: Facts) -> Recipe:
+    recipe, reasons = _plan_forward(problem, precision, facts)
     _tell(problem, "forward pass", reasons)
     return recipe
 
 
 @lru_cache(maxsize=1024)
-def _backward(problem: Problem, precision: str, facts: portable.Facts) -> Recipe:
-    rows, terms, grads = portable.layouts(facts, len(problem.terms))
-    recipe, reasons = backward_recipe(problem, device_facts(problem.device), rows, terms, grads, "dlse" in facts[0])
+def _backward(problem: Problem, precision: str, facts: Facts) -> Recipe:
+    recipe, reasons = _plan_backward(problem, precision, facts)
     _tell(problem, "backward pass", reasons)
     return recipe
 
@@ -57,7 +65,7 @@ def run_forward(
     """As the portable function of this name."""
     if not _broken or ("forward pass", problem) not in _broken:
         try:
-            return portable.run_forward(problem, q, k, v, terms, _forward)
+            return portable.run_forward(problem, q, k, v, terms, _forward, lambda *key: _plan_forward(*key)[0])
         except BuildError as error:
             _break("forward pass", problem, error)
     return portable.run_forward(problem, q, k, v, terms)
@@ -80,7 +88,7 @@ def run_backward(
     given = problem, gradients, dout, dlse, q, k, v, terms, out, lse, lse_low
     if not _broken or ("backward pass", problem) not in _broken:
         try:
-            return portable.run_backward(*given, _backward)
+            return portable.run_backward(*given, _backward, lambda *key: _plan_backward(*key)[0])
         except BuildError as error:
             _break("backward pass", problem, error)
     return portable.run_backward(*given)

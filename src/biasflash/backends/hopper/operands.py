@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -330,15 +331,25 @@ class DescriptorLaunch(Launch):
         _, function, metadata = self._entry
         bare.launch(self.grid, 1, 1, stream, function, *bare.flags, None, None, metadata, None, None, None, *arguments)
 
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """Whatever the compiler raises: the portable kernels serve the call."""
+        try:
+            yield
+        except Exception as error:
+            raise BuildError(f"{self.kernel.__name__}: {type(error).__name__}: {error}") from error
+
+    def ask(self, tensors: Mapping[str, Tensor]) -> Any:
+        with self._building():
+            return super().ask(tensors)
+
+    def take(self, asked: Any) -> None:
+        with self._building():
+            super().take(asked)
+
     def run(self, tensors: Mapping[str, Tensor]) -> None:
-        if self._compiled is None and self.grid:
-            try:
-                options = self.options(capped=False)
-                compiled = self.kernel.warmup(*self.values(tensors), grid=(self.grid,), **options)
-                _ = compiled.run  # loads it: here it is told that a kernel does not fit the GPU
-                self._compiled = compiled
-            except Exception as error:  # whatever the compiler raises: the portable kernels serve the call
-                raise BuildError(f"{self.kernel.__name__}: {type(error).__name__}: {error}") from error
+        if self.must_compile:
+            self.take(self.ask(tensors))
         super().run(tensors)
 
     def __str__(self) -> str:

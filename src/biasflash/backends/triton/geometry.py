@@ -50,6 +50,24 @@ def plain_strides(shape: Sequence[int]) -> list[int]:
     return strides[::-1]
 
 
+def stretched(strides: Sequence[int], shape: Sequence[int], longer: Sequence[int]) -> list[int]:
+    """Strides of a tensor of shape ``longer`` that lies as one of ``shape`` does.
+
+    From the innermost axis out: dense where it was dense, the same step where nothing inside has grown (heads of a
+    packed projection), else room for what has, in steps of 8 elements if the steps were (padded rows).
+    """
+    found = list(strides)
+    end = new_end = 1
+    for i in sorted(range(len(shape)), key=lambda i: (strides[i], shape[i])):
+        if strides[i] == end:
+            found[i] = new_end
+        elif strides[i] and end != new_end:
+            found[i] = -(-new_end // 8) * 8 if strides[i] % 8 == 0 else new_end
+        if strides[i] and shape[i] != 1:
+            end, new_end = strides[i] * shape[i], found[i] * longer[i]
+    return found
+
+
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
     """``plain_strides`` with 0 along axes of size 1, so that they broadcast."""
     return term_strides(shape, plain_strides(shape))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import TypeAlias
 
 import torch
 import triton
@@ -12,17 +11,15 @@ from torch import Tensor
 from triton.runtime import driver
 
 from biasflash.backends.backend import Gradients
+from biasflash.backends.triton import ahead
 from biasflash.backends.triton.backward_plan import backward_recipe
 from biasflash.backends.triton.forward_plan import forward_recipe
-from biasflash.backends.triton.operands import Layout, device_facts
+from biasflash.backends.triton.operands import Facts, Layout, device_facts
 from biasflash.backends.triton.plans import contiguous_recipes
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-
-#: names of a call's tensors, their strides, and which of them start at a multiple of 16 bytes
-Facts: TypeAlias = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[bool, ...]]
 
 
 def _facts(tensors: Mapping[str, Tensor], addresses: Mapping[str, int]) -> Facts:
@@ -70,10 +67,17 @@ def _is_hooked() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)  # None, a chain of calls, or one call
 
 
-def _launch(recipe: Recipe, device: torch.device, tensors: dict[str, Tensor], addresses: dict[str, int]) -> None:
+def _launch(
+    recipe: Recipe,
+    device: torch.device,
+    tensors: dict[str, Tensor],
+    addresses: dict[str, int],
+    beside: Callable[[], Iterable[ahead.Asked]] = tuple,
+) -> None:
     """All launches in order, with new scratch; masks as bytes, since the kernels test for non-zero.
 
     The addresses suffice once all kernels are compiled. Streams are asked for at every call: they may change.
+    ``beside``: what is compiled along with them (``ahead.compile_together``); not while a CUDA graph is captured.
     """
     size, parts = recipe.places
     if size:
@@ -92,6 +96,8 @@ def _launch(recipe: Recipe, device: torch.device, tensors: dict[str, Tensor], ad
     for name, first, count in parts:
         tensors[name] = tensors["scratch"].narrow(0, first, count)
     as_bytes = {name: t.view(torch.uint8) if t.dtype == torch.bool else t for name, t in tensors.items()}
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        ahead.compile_together(recipe, as_bytes, beside)
     for launch in recipe.launches:
         launch.run(as_bytes)
 
@@ -102,9 +108,13 @@ def run_forward(
     k: Tensor,
     v: Tensor,
     terms: Sequence[Tensor],
-    plan: Callable[[Problem, str, Facts], Recipe] = _forward_recipe,
+    plan: ahead.Plan = _forward_recipe,
+    silent: ahead.Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse`` and ``lse_low`` as the backend contract wants them."""
+    """``out``, ``lse`` and ``lse_low`` as the backend contract wants them.
+
+    ``silent``: plans calls that nobody made, for what is compiled ahead; None: ``plan``, which says nothing either.
+    """
     p = problem
     heads = *p.batch, p.Hq, p.M
     out = torch.empty((*p.batch, p.M, p.Hq, p.Dv), dtype=p.dtype, device=p.device)
@@ -116,8 +126,9 @@ def run_forward(
     if terms:
         tensors.update(zip(_names("bias", len(terms)), terms, strict=True))
     addresses = _addresses(tensors)
-    recipe = plan(p, torch.get_float32_matmul_precision(), _facts(tensors, addresses))
-    _launch(recipe, p.device, tensors, addresses)
+    key = p, torch.get_float32_matmul_precision(), _facts(tensors, addresses)
+    recipe = plan(*key)
+    _launch(recipe, p.device, tensors, addresses, lambda: ahead.others(recipe, *key, silent or plan))
     return out, lse, low
 
 
@@ -133,9 +144,10 @@ def run_backward(
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
-    plan: Callable[[Problem, str, Facts], Recipe] = _backward_recipe,
+    plan: ahead.Plan = _backward_recipe,
+    silent: ahead.Plan | None = None,
 ) -> None:
-    """Fills ``gradients``."""
+    """Fills ``gradients``; ``silent`` as in ``run_forward``."""
     rows = {"dq": gradients.q, "dk": gradients.k, "dv": gradients.v}
     wanted = {name: t for name, t in rows.items() if t is not None}
     grads = {i: t for i, t in enumerate(gradients.terms) if t is not None}
@@ -156,7 +168,8 @@ def run_backward(
     if dlse is not None:
         tensors["dlse"] = _plain(dlse)
     addresses = _addresses(tensors)
-    recipe = plan(problem, torch.get_float32_matmul_precision(), _facts(tensors, addresses))
+    key = problem, torch.get_float32_matmul_precision(), _facts(tensors, addresses)
+    recipe = plan(*key)
     for name in rows:
         if name not in wanted:  # passed, never used
             tensors[name], addresses[name] = out, addresses["out"]
@@ -164,7 +177,7 @@ def run_backward(
         grad = grads[i]
         dense = grad if grad.is_contiguous() else grad.new_empty(grad.shape)
         tensors[f"dense_grad{i}"], addresses[f"dense_grad{i}"] = dense, dense.data_ptr()
-    _launch(recipe, problem.device, tensors, addresses)
+    _launch(recipe, problem.device, tensors, addresses, lambda: ahead.others(recipe, *key, silent or plan))
     _finish(recipe, grads, tensors)
 
 

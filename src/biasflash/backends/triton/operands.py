@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -23,6 +23,9 @@ L2_PLANE_BYTES = 16 * 2**20
 REDO_PROGRAMS = 2
 _APPLY = {"dense": score.add_dense, "keep": score.keep_only}
 _KEY_SIDE = ("k", "v", "dk", "dv")
+
+#: names of a call's tensors, their strides, and which of them start at a multiple of 16 bytes
+Facts: TypeAlias = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[bool, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,22 @@ class Launch:
             self._compiled[(self.grid, 1, 1)](*values)
             return
         self._compiled = self.kernel[(self.grid,)](*values, **self.options(capped=torch.version.hip is None))
+
+    def ask(self, tensors: Mapping[str, Tensor]) -> Any:
+        """Triton's kernel for such tensors, not launched; a promise of it inside ``triton.AsyncCompileMode``."""
+        options = self.options(capped=torch.version.hip is None)
+        return self.kernel.warmup(*self.values(tensors), grid=(self.grid,), **options)
+
+    def take(self, asked: Any) -> None:
+        """Waits for what ``ask`` gave, loads it and keeps it: ``run`` then compiles nothing."""
+        kernel = asked.result() if isinstance(asked, triton.FutureKernel) else asked
+        if kernel is not None:  # nothing: a hook of Triton's said no
+            _ = kernel.run  # loads it: here it is told that a kernel does not fit the GPU
+            self._compiled = kernel
+
+    @property
+    def must_compile(self) -> bool:
+        return self.grid > 0 and self._compiled is None
 
     def options(self, *, capped: bool) -> dict[str, int]:
         """What the compiler is told beside the arguments; ``capped``: it is NVIDIA's, which knows register caps.
