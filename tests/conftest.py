@@ -35,6 +35,17 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _environment_is_as_before() -> Iterator[None]:
+    """Commands of the program set ``BIASFLASH_AHEAD`` for their process; here that is the tests'."""
+    before = os.environ.get("BIASFLASH_AHEAD")
+    yield
+    if before is None:
+        os.environ.pop("BIASFLASH_AHEAD", None)
+    else:
+        os.environ["BIASFLASH_AHEAD"] = before
+
+
+@pytest.fixture(autouse=True)
 def _fresh_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """``torch.empty`` and its kin hand out NaN (integers: their largest value), so a value never written shows."""
     if request.node.get_closest_marker("fresh_memory_as_is"):

@@ -50,6 +50,16 @@ def test_help_lists_the_commands() -> None:
         assert command in found.output
 
 
+def test_commands_compile_no_kernels_of_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in ((None, "off"), ("on", "on")):
+        with monkeypatch.context() as patch:
+            patch.delenv("BIASFLASH_AHEAD", raising=False)
+            if before:
+                patch.setenv("BIASFLASH_AHEAD", before)
+            assert CliRunner().invoke(app, ["cases"]).exit_code == 0
+            assert os.environ["BIASFLASH_AHEAD"] == after
+
+
 def test_version() -> None:
     found = _run("--version")
     assert (found.exit_code, found.output.strip()) == (0, __version__)

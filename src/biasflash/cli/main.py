@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -49,7 +50,9 @@ def _build() -> Any:
             False, "--version", callback=show_version, is_eager=True, help="Show the version."
         ),
     ) -> None:
-        pass
+        # commands make many kinds of call, each at one length: kernels of other lengths (``backends.triton.ahead``)
+        # would double what they compile
+        os.environ.setdefault("BIASFLASH_AHEAD", "off")
 
     return program
 
