@@ -189,8 +189,6 @@ LONG: list[Case] = [
     _long("long-plain", "no length fills its tiles", M=333, N=257),
     _long("long-cross", "few queries, three key tiles", M=130, N=400, D=32),
     _long("long-grouped", "grouped heads with a bias for all items", H=6, Hkv=2, biases=(Bias(shape="1HMN"),)),
-    _long("long-grouped-causal", "past and grouped heads", batch=(8,), M=500, N=2050, H=4, Hkv=2, causal=True),
-    _long("long-grouped-causal-128", "the same, wide", batch=(8,), M=300, N=2111, H=4, Hkv=2, D=128, causal=True),
     _long("long-fixed", "a fixed bias for each item", M=600, N=712, biases=_FIXED),
     _long("long-fixed-32", "the same, narrow", M=300, N=520, D=32, biases=_FIXED, return_lse=True),
     _long("long-fixed-grouped", "the same, grouped heads", H=4, Hkv=2, biases=_FIXED),

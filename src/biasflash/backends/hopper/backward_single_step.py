@@ -52,20 +52,15 @@ def units_of(numbers, FORM: gl.constexpr):
 
 
 @jit
-def section_of(lines, blocks, M, group, FORM: gl.constexpr):
+def section_of(lines, M, group, FORM: gl.constexpr):
     """How many (batch item, key head) pairs programs go through at a time: as many as share the cache.
 
     Programs of a pair follow each other over its queries, 1.5 us apart: the fewer of them start together, the less they
     wait. CAUSAL: two sections are at work, the second half of one of them.
-
-    CAUSAL and grouped: a short key tile is done with a head early, and waits for longer ones before the next head. So
-    key tiles of one pair that are at work together should be few and about as long: by a model of 2 x 32 over 8 heads
-    of 8k, 4.96 ms, as many pairs as share the cache 5.74 (where 6.0 was measured), and 4.64 if nobody ever waited.
     """
     pairs = L2_SHARE // (6 * FORM.D + 2 * FORM.DV) // (M * group)
     if FORM.IS_CAUSAL:
         pairs = gl.maximum(pairs // 2, 2)
-        pairs = gl.where(group > 1, gl.maximum(pairs, gl.maximum(256 // blocks, 8)), pairs)
     return gl.minimum(gl.maximum(pairs, 1), lines)
 
 
@@ -118,7 +113,7 @@ def unit(n, numbers, FORM: gl.constexpr):
         line = gl.program_id(0) + n // blocks * gl.num_programs(0)
     else:
         item = gl.program_id(0) + n * gl.num_programs(0)
-        section = section_of(lines, blocks, M, group, FORM)
+        section = section_of(lines, M, group, FORM)
         if FORM.IS_CAUSAL:
             tile, line = interleaved(item, lines, blocks, section)
         else:
