@@ -22,12 +22,14 @@ pytest.importorskip("triton", reason="only Triton compiles kernels")
 import triton
 from triton.backends.compiler import GPUTarget
 
+from biasflash.backends.backend import Gradients
+from biasflash.backends.hopper import forward_plan as hopper
 from biasflash.backends.triton import ahead, launch
 from biasflash.backends.triton.operands import Facts, Launch
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 from biasflash.testing.offline import compile_launch, meta_tensors
-from test_recompiles import facts_of, plan_backward, plan_forward, problem
+from test_recompiles import H200, facts_of, plan_backward, plan_forward, problem
 
 # ---------------------------------------------------------------------------------------------------- other lengths
 
@@ -87,6 +89,44 @@ def test_queries_stay_as_many_where_there_are_fewer_than_keys(causal: bool) -> N
     )
     top_left = replace(p, causal_shift=0)
     assert ahead.at_length(top_left, facts_of(p, backward=False), 1001)[0].causal_shift == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", ["", "1HMN", "BHMN"])
+def test_a_calls_own_tensors_can_be_planned_at_other_lengths(
+    bias: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the facts that ``launch`` gathers, of scratch and empty tensors, too."""
+    p = replace(problem(200, bias=bias, dtype=dtype), device=torch.device("cpu"))
+    listed: list[list[ahead.Asked]] = []
+
+    def note(recipe: Recipe, device: Any, tensors: Any, addresses: Any, beside: Callable[[], Any]) -> None:
+        listed.append(list(beside()))
+
+    monkeypatch.setattr(launch, "_launch", note)
+    monkeypatch.setattr(launch, "_finish", lambda *given: None)
+    q, k, v = (torch.empty(2, 200, 4, 64, dtype=dtype) for _ in range(3))
+    terms = [torch.empty(term.shape, dtype=dtype) for term in p.terms]
+    out, lse, low = launch.run_forward(p, q, k, v, terms, plan_forward)
+    gradients = Gradients(q=q.clone(), k=k.clone(), v=v.clone(), terms=[t.clone() for t in terms])
+    launch.run_backward(p, gradients, out, None, q, k, v, terms, out, lse, low, plan_backward)
+    assert [bool(found) for found in listed] == [True, True]
+
+
+def test_a_length_that_goes_to_other_kernels_is_compiled_for_as_well() -> None:
+    """A full bias of odd rows is too large for an aligned copy: there portable kernels serve on Hopper."""
+
+    def plan(p: Problem, precision: str, facts: Facts) -> Recipe:
+        rows, terms, _ = launch.layouts(facts, len(p.terms))
+        return hopper.forward_recipe(p, H200, rows, terms)[0]
+
+    p = problem(1000, bias="BHMN", B=8, H=8)
+    facts = facts_of(p, backward=False)
+    own = plan(p, "highest", facts)
+    names = {x.kernel.__module__.split(".")[2] for x in own.launches}
+    assert "hopper" in names
+    found = {x.kernel.__module__.split(".")[2] for x, _ in ahead.others(own, p, "highest", facts, plan)}
+    assert found == {"hopper", "triton"}
 
 
 # ------------------------------------------------------------------------------------------------ a compiler of our own
@@ -187,6 +227,21 @@ def test_the_first_call_compiles_for_all_lengths(compiler: Compiler) -> None:
     for length in (1001, 1004, 333, 2047):
         call(problem(length, bias="1HMN"))
     assert sorted(compiler.compiled) == sorted(wanted)
+
+
+def test_a_plan_of_another_length_that_fails_does_not_fail_the_call(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> Iterator[ahead.Asked]:
+        raise IndexError("tuple index out of range")
+        yield
+
+    p = problem(1000, bias="1HMN")
+    with caplog.at_level(logging.DEBUG, logger="biasflash"):
+        for recipe in passes(p):
+            ahead.compile_together(recipe, meta_tensors(p, recipe), broken)
+    assert sorted(compiler.compiled) == ["dbias", "dkdv", "dq", "forward"]
+    assert "no other lengths are compiled ahead: IndexError: tuple index out of range" in caplog.text
 
 
 def test_other_lengths_can_be_left_out(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

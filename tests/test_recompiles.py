@@ -86,7 +86,7 @@ def facts_of(p: Problem, *, backward: bool) -> Facts:
     shapes = {"q": q, "k": k, "v": v, "out": out}
     if backward:
         shapes |= {"dout": out, "dq": q, "dk": k, "dv": v}
-    shapes |= dict.fromkeys(("lse", "low"), (*p.batch, p.Hq, p.M))
+    shapes |= {"lse": (*p.batch, p.Hq, p.M), "low": (*p.batch, p.Hq, p.M) if p.keeps_low else (0,)}
     shapes |= {f"bias{i}": term.shape for i, term in enumerate(p.terms)}
     if backward:
         shapes |= {f"grad{i}": term.shape for i, term in enumerate(p.terms) if term.trainable}

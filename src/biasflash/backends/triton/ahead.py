@@ -84,9 +84,10 @@ def at_length(problem: Problem, facts: Facts, length: int) -> tuple[Problem, Fac
     shift = p.causal_shift and length - M  # bottom-right; no shift stays none, and top-left is 0
     other = replace(p, M=M, N=length, terms=tuple(map(grown, p.terms)), causal_shift=shift)
     names, strides, aligned = facts
-    moved = [
-        tuple(stretched(step, _shape(p, name), _shape(other, name))) for name, step in zip(names, strides, strict=True)
-    ]
+    moved = []
+    for name, step in zip(names, strides, strict=True):
+        own, new = _shape(p, name), _shape(other, name)
+        moved.append(tuple(stretched(step, own, new)) if len(step) == len(own) else step)  # else empty: ``low``, unused
     return other, (names, tuple(moved), aligned)
 
 
@@ -126,6 +127,11 @@ def _kinds(recipe: Recipe) -> set[tuple[object, ...]]:
     return {(x.kernel.__module__, x.kernel.__name__, *map(x.arguments.get, REGIME)) for x in launches}
 
 
+def _packages(recipe: Recipe) -> set[str]:
+    """Where its kernels are from. A Hopper plan has portable ones alone where rows of a large bias are not aligned."""
+    return {launch.kernel.__module__.rpartition(".")[0] for launch in recipe.launches}
+
+
 def others(recipe: Recipe, problem: Problem, precision: str, facts: Facts, plan: Plan) -> Iterator[Asked]:
     """Launches that the call of ``recipe`` has at other lengths; most are those of the recipe itself.
 
@@ -152,7 +158,7 @@ def others(recipe: Recipe, problem: Problem, precision: str, facts: Facts, plan:
         tensors = meta_tensors(other, found)
         yield from ((launch, tensors) for launch in found.launches if launch.kernel.__name__ in PARTS)
     for other, found in map(planned, sorted(lengths - {p.N})):
-        if _kinds(found) == kinds:
+        if _kinds(found) == kinds or _packages(found) != _packages(recipe):
             tensors = meta_tensors(other, found)
             yield from ((launch, tensors) for launch in found.launches)
 
@@ -207,7 +213,7 @@ def _compile(recipe: Recipe, tensors: Mapping[str, Tensor], beside: Callable[[],
         spare: dict[Any, Launch] = {}
         is_new = any(isinstance(kernel, triton.FutureKernel) for kernel in asked)
         if is_new and os.environ.get(VARIABLE, "") != "off":
-            for launch, given in beside():
+            for launch, given in _listed(beside):
                 kernel = _try(launch, partial(launch.ask, given)) if launch.grid else None
                 if isinstance(kernel, triton.FutureKernel):
                     spare.setdefault(kernel, launch)
@@ -215,6 +221,15 @@ def _compile(recipe: Recipe, tensors: Mapping[str, Tensor], beside: Callable[[],
             launch.take(kernel)
         for kernel, launch in spare.items():
             _try(launch, kernel.result)
+
+
+def _listed(beside: Callable[[], Iterable[Asked]]) -> list[Asked]:
+    """What ``beside`` lists; nothing where planning calls that nobody made goes wrong: the call itself has its plan."""
+    try:
+        return list(beside())
+    except Exception as error:
+        log.debug("no other lengths are compiled ahead: %s: %s", type(error).__name__, error)
+        return []
 
 
 def _try(launch: Launch, step: Callable[[], Any]) -> Any:
