@@ -225,9 +225,13 @@ def machine(found: Published) -> str:
     return _table(("machine", "value"), rows, left=2)
 
 
+def _took_part(found: Published, provider: str) -> bool:
+    return any(provider in of for of in found.cases.values())
+
+
 def peers(found: Published) -> str:
     """Who was measured, and who was not."""
-    absent = found.facts["absent"]
+    absent = {name: "not asked for" for name in PROVIDERS if not _took_part(found, name)} | found.facts["absent"]
     rows = [(f"`{name}`", p.summary, absent.get(name, "yes")) for name, p in PROVIDERS.items()]
     return _table(("provider", "what it is", "measured"), rows, left=3)
 
@@ -276,12 +280,13 @@ def headline(found: Published) -> str:
     untimed = {row.case for row in found.rows if row.provider == "flex" and row.cells["fwdbwd"].status == NO_TIME}
     workloads_without = f"{len(untimed)} workload{'' if len(untimed) == 1 else 's'}"
     fa4 = ", FlashAttention 4" if any(speed(of.get("fa4"), "fwd") for of in found.cases.values()) else ""
+    plain = ", plain PyTorch" if _took_part(found, "eager") else ""
     hole = f", which got no figure on {workloads_without}" if untimed else ""
     text = (
         f"On one {gpu}, biasflash is at least level with the fastest peer **with a bias or a mask** in "
         f"{_standing(found, True, 'fwd')} and {_standing(found, True, 'fwdbwd')}; "
         f"**without**, in {_standing(found, False, 'fwd')} and {_standing(found, False, 'fwdbwd')}. "
-        f"Peers are torch's SDPA kernels, cuDNN graphs{fa4}, plain PyTorch and FlexAttention"
+        f"Peers are torch's SDPA kernels, cuDNN graphs{fa4}{plain} and FlexAttention"
         f"{hole}. [All figures, and where it is slower](docs/benchmarks.md)."
     )
     picture = f"![Speed on one {gpu} against the fastest peer](docs/bench-ratio.png)"

@@ -1,15 +1,21 @@
-"""The sweep as a picture: heat maps of TFLOP/s over dims and lengths, and time against length."""
+"""The sweep as a picture: heat maps of TFLOP/s over dims and lengths, and time against length.
+
+``python -m biasflash.cli.sweep_chart PICTURE REPORT...`` draws it again from files of ``biasflash sweep --json``.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from biasflash.cli.charts import GRID as LINES
 from biasflash.cli.charts import INK
-from biasflash.cli.sweep_grid import CURVE, GRID, OK, Growth, Sample, Slow
+from biasflash.cli.sweep_grid import CURVE, GRID, OK, Growth, Point, Sample, Slow, growths, slow_shapes
 from biasflash.cli.tables import TITLES
 
 if TYPE_CHECKING:
@@ -46,7 +52,7 @@ def _heat(axes: Axes, samples: Sequence[Sample], slow: Sequence[Slow], top: floa
     axes.set_xlabel("M = N", fontsize=8, color=INK)
 
 
-def _curve(axes: Axes, samples: Sequence[Sample], growths: Sequence[Growth]) -> None:
+def _curve(axes: Axes, samples: Sequence[Sample], grown: Sequence[Growth]) -> None:
     """Milliseconds against length, both logarithmic, beside a line that grows four-fold; cliffs are marked."""
     lines: dict[tuple[int, bool], list[Sample]] = {}
     for s in samples:
@@ -60,7 +66,7 @@ def _curve(axes: Axes, samples: Sequence[Sample], growths: Sequence[Growth]) -> 
     if ends:
         (first, least), (last, _) = ends[0], ends[-1]
         axes.plot([first, last], [least, least * (last / first) ** 2], "--", color="#999999", label="M x N")
-    for growth in growths:
+    for growth in grown:
         if growth.is_cliff and growth.after.ms:
             axes.plot(growth.after.point.length, growth.after.ms, marker="x", color=SLOW_COLOUR, markersize=9)
     axes.set_xscale("log", base=2)
@@ -72,15 +78,15 @@ def _curve(axes: Axes, samples: Sequence[Sample], growths: Sequence[Growth]) -> 
     axes.legend(frameon=False, fontsize=7)
 
 
-def describe(samples: Sequence[Sample], slow: Sequence[Slow], growths: Sequence[Growth]) -> str:
+def describe(samples: Sequence[Sample], slow: Sequence[Slow], grown: Sequence[Growth]) -> str:
     """What the picture shows, in words: the PNG's text entry "Description"."""
     timed = sum(s.status == OK for s in samples)
     real = sum(not found.is_explained for found in slow)
-    cliffs = sum(growth.is_cliff for growth in growths)
+    cliffs = sum(growth.is_cliff for growth in grown)
     return f"{timed} of {len(samples)} timed; {len(slow)} slow shapes, {real} not for their bytes; {cliffs} cliffs"
 
 
-def draw(samples: Sequence[Sample], slow: Sequence[Slow], growths: Sequence[Growth], path: Path, title: str) -> None:
+def draw(samples: Sequence[Sample], slow: Sequence[Slow], grown: Sequence[Growth], path: Path, title: str) -> None:
     """Writes a PNG: for each mode and with or without a bias a heat map; below, per mode, time against length.
 
     Raises:
@@ -114,10 +120,40 @@ def draw(samples: Sequence[Sample], slow: Sequence[Slow], growths: Sequence[Grow
         if mode not in modes or not shown:
             axes.set_axis_off()
             continue
-        _curve(axes, shown, [g for g in growths if g.after.mode == mode])
+        _curve(axes, shown, [g for g in grown if g.after.mode == mode])
         heads = shown[0].point.heads
         axes.set_title(f"{TITLES[mode]}, {heads} heads: time against length", fontsize=9, color=INK, loc="left")
     words = "red frame: more than 1.6 x the time per FLOP of the best neighbour; white: so does its floor"
     figure.suptitle(f"{title} ({words})", fontsize=10, color=INK, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Description": describe(samples, slow, growths)})
+    figure.savefig(path, metadata={"Description": describe(samples, slow, grown)})
+
+
+def samples_of(report: dict[str, Any]) -> list[Sample]:
+    """The samples in a report of ``biasflash sweep``."""
+
+    def fields(kind: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(kind)}
+
+    def read(entry: dict[str, Any]) -> Sample:
+        point = Point(**{name: entry[name] for name in fields(Point)})
+        own = {name: entry[name] for name in fields(Sample) - {"point", "error"}}
+        return Sample(point=point, error=None if entry["error"] is None else float(entry["error"]), **own)
+
+    return [read(entry) for entry in report["samples"]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Draws the picture of one or more sweeps from their reports.")
+    parser.add_argument("picture", type=Path, help="the PNG to write")
+    parser.add_argument("reports", type=Path, nargs="+", help="files of biasflash sweep --json")
+    asked = parser.parse_args(arguments)
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in asked.reports]
+    samples = [sample for report in reports for sample in samples_of(report)]
+    facts = reports[0]["machine"]
+    title = f"biasflash {facts['biasflash']} on {facts['device']}"
+    draw(samples, slow_shapes(samples), growths(samples), asked.picture, title)
+
+
+if __name__ == "__main__":
+    main()
