@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from biasflash.backends.triton.config import RULES, Facts, TileConfig, choose_rule, shared_bytes
-from biasflash.backends.triton.tables import Key, Row, key_of
+from biasflash.backends.triton.tables import Key, Row, alike, key_of, shipped
 from biasflash.testing.case import Bias, Case
 from biasflash.testing.workloads import WORKLOADS
 
@@ -132,8 +132,8 @@ class Listener:
 
 
 def plain(tile: TileConfig) -> TileConfig:
-    """Without the allowance for spills, which is no part of what runs."""
-    return replace(tile, spill_bytes=0)
+    """Without what is no part of a tile that runs."""
+    return replace(tile, spill_bytes=0, keeps_warps=False)
 
 
 def accumulators(facts: Facts, tile: TileConfig) -> int:
@@ -182,8 +182,16 @@ def _steps(tile: TileConfig) -> Iterator[TileConfig]:
         yield replace(tile, registers=cap)
 
 
+def _shipped(facts: Facts) -> list[TileConfig]:
+    """Tiles that the table of this GPU, or of one like it, has for the key: what a new run has to beat."""
+    table = (shipped(facts.gpu) or alike(facts.capability)) if facts.gpu else None
+    row = table.find(facts) if table else None
+    return [plain(TileConfig(**fields)) for fields in row.tiles] if row else []
+
+
 def candidates(facts: Facts) -> list[TileConfig]:
-    """The rule's tile first, then what is one step from it, and other rules' tiles for the kernel and element size."""
+    """The rule's tile first, then what is one step from it, other rules' tiles for the kernel and element size, and the
+    shipped table's."""
     first = plain(choose_rule(facts)[0])
     near = [
         rule
@@ -192,5 +200,5 @@ def candidates(facts: Facts) -> list[TileConfig]:
         and facts.width <= rule.max_width <= 2 * facts.width
     ]
     own = [rule for rule in near if rule.capability == facts.capability] or [r for r in near if r.capability is None]
-    found = dict.fromkeys([*_steps(first), *(plain(rule.tile) for rule in own)])
+    found = dict.fromkeys([*_shipped(facts), *_steps(first), *(plain(rule.tile) for rule in own)])
     return [first, *(tile for tile in found if tile != first and is_sane(facts, tile))]

@@ -207,7 +207,7 @@ class Operands:
         return any(t.kind == "keep" and v.strides[-2] == 0 for t, v in views)
 
     @cached_property
-    def _has_unaligned_plane(self) -> bool:
+    def has_unaligned_plane(self) -> bool:
         """Whether some bias or mask that varies along both axes is read element by element."""
         return any(v.vec <= 1 and v.is_plane for v in self.term_views)
 
@@ -298,13 +298,14 @@ class Operands:
             itemsize=p.dtype.itemsize,
             has_dense=self.has_dense,
             bias_itemsize=self._plane_bytes,
+            is_unaligned=self.has_unaligned_plane,
+            is_padded=held != [p.D, p.Dv],
+            hides_pairs=self.constants["HAS_KEEP"] or self.constants["IS_CAUSAL"],
             shared_memory=self.device.shared_memory,
             capability=self.device.capability,
             gpu=self.device.gpu,
         )
         tile, why = config.choose_tile(facts)
-        if self._has_unaligned_plane:
-            tile = config.uncapped(tile)
         return config.shrink(tile, p.M, p.N), why
 
     def launch(
