@@ -241,7 +241,8 @@ def faults(table: Table, name: str) -> list[str]:
         if not known or not {row.block_m, row.block_n} <= {*candidates.SIDES} or row.warps not in candidates.WARPS:
             found.append(f"{key}: no tile or key that kernels know")
         gains = [math.log(rule / ms) for ms, rule in row.measured.values()]
-        if not gains or sum(gains) / len(gains) < math.log(1 + tune.MARGIN) - 1e-3:
+        least = math.log(1 + tune.MARGIN) if row.against == tables.RULES_TILE else 0.0
+        if not gains or sum(gains) / len(gains) < least - 1e-3:
             found.append(f"{key}: no gain")
     return found
 
@@ -296,7 +297,7 @@ def test_candidates_start_with_the_rules_tile_and_are_sane(jobs: list[Job]) -> N
     for job in jobs:
         first, *others = job.tiles
         assert first == candidates.plain(config.choose_rule(job.facts)[0])
-        assert 2 <= len(others) <= 14, (job.case.name, job.kernel, len(others))
+        assert 2 <= len(others) <= 18, (job.case.name, job.kernel, len(others))
         assert len({*job.tiles}) == len(job.tiles)
         for tile in others:
             assert candidates.is_sane(job.facts, tile), tile

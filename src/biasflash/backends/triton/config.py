@@ -79,8 +79,8 @@ def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str
 
 #: for calls that are not crowded; a rule that says nothing of it serves both kinds
 _ROOMY: dict[str, Any] = {"crowded": False}
-#: Tiles that spill nothing; the reasons say what a thread of the next better one spills on sm_80, as ptxas counts it, if
-#: nothing else is named. A cap of 248 registers lifts a limit that ptxas sets itself (168 with 4 warps, for three
+#: Tiles that spill nothing; the reasons say what a thread of the next better one spills on sm_80, as ptxas counts it.
+#: A cap of 248 registers lifts a limit that ptxas sets itself (168 with 4 warps, for three
 #: programs on a multiprocessor).
 RULES: tuple[Rule, ...] = (
     # ------------------------------------------------------------------------------------------------ forward, 16 bits
@@ -146,21 +146,30 @@ RULES: tuple[Rule, ...] = (
     _rule("dbias", 128, 2, _tile(64, 32, 4, 2), "64 x 64 spills 416 bytes", **_ROOMY),
     _rule("dbias", 128, 2, _tile(64, 32, 8, 1), "64 x 64 spills 504 bytes"),
     _rule("dbias", 256, 2, _tile(32, 64, 8, 1), "with 4 warps 24 bytes spilled, 64 x 32 424"),
-    # ----------------------------------------- float32 elsewhere (three TF32 passes): the largest tiles without spills
-    _rule("forward", 64, 4, _tile(64, 32, 4, 1), "255 registers on sm_80; 64 x 64 spills 856 bytes"),
-    _rule("forward", 128, 4, _tile(16, 32, 4, 1), "32 x 64 spills 392 bytes"),
-    _rule("forward", 256, 4, _tile(16, 32, 8, 1), "operands of 1 KiB a row"),
-    _rule("dkdv", 64, 4, _tile(32, 32, 4, 1), "255 registers on sm_80; 32 x 64 spills 496 bytes"),
-    _rule("dkdv", 128, 4, _tile(16, 32, 8, 1), "four split products of 128 columns"),
-    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
-    _rule("dq", 64, 4, _tile(32, 32, 4, 1), "254 registers on sm_80; 64 x 32 spills 472 bytes"),
-    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "64 x 16 spills 312 bytes"),
-    _rule("dq", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
-    _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "one split product"),
-    _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "operands of 1 KiB a row"),
-    _rule("dbias", 64, 4, _tile(32, 32, 4, 1), "255 registers on sm_80; 64 x 32 spills 32 bytes"),
-    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "two split products of 128 columns"),
-    _rule("dbias", 256, 4, _tile(16, 16, 8, 1), "operands of 1 KiB a row"),
+    # ------------------------------------------------------- float32 on Hopper (six bfloat16 passes), spills on sm_90
+    _rule("forward", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
+    _rule("forward", 128, 4, _tile(32, 32, 8, 1), "255 registers", capability=90),
+    _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "248 registers", capability=90),
+    _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 56 bytes", capability=90),
+    _rule("dq", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
+    _rule("dbias", 64, 4, _tile(32, 32, 4, 1), "255 registers", capability=90),
+    _rule("dq_from_ds", 64, 4, _tile(64, 32, 4, 2), "212 registers", capability=90),
+    # ---------------------------------------------------------------------------- float32 (elsewhere three TF32 passes)
+    _rule("forward", 64, 4, _tile(64, 32, 4, 1), "64 x 64 spills 856 bytes", **_ROOMY),
+    _rule("forward", 64, 4, _tile(32, 64, 8, 1), "64 x 32 spills 8 bytes"),
+    _rule("forward", 128, 4, _tile(32, 32, 8, 1), "32 x 64 with 4 warps spills 392 bytes"),
+    _rule("forward", 256, 4, _tile(16, 16, 8, 1), "F256"),
+    _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "with 4 warps 32 bytes spilled"),
+    _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 120 bytes"),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "DK256"),
+    _rule("dq", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 8 bytes"),
+    _rule("dq", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 8 bytes"),
+    _rule("dq", 256, 4, _tile(16, 16, 8, 1), "DQ256"),
+    _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "232 registers on sm_80"),
+    _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
+    _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 with 4 warps spills 32 bytes, with 8 24"),
+    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
+    _rule("dbias", 256, 4, _tile(16, 16, 8, 1), "DB256"),
 )
 
 
@@ -227,7 +236,7 @@ def choose_rule(facts: Facts) -> tuple[TileConfig, str]:
 
 
 def uncapped(tile: TileConfig) -> TileConfig:
-    """The tile without its register cap: those of tables were measured with loads of 16 bytes, with others they spill."""
+    """The tile without its register cap: those of tables were measured with loads of 16 bytes, else they spill."""
     return tile if tile.registers is None else replace(tile, registers=None)
 
 

@@ -37,8 +37,8 @@ class Device:
 
 @cache
 def device_facts(device: torch.device) -> Device:
-    if device.type != "cuda" or not torch.cuda.is_available():  # interpreted or only explained: an H200's figures
-        return Device(shared_memory=232448, multiprocessors=132)
+    if device.type != "cuda" or not torch.cuda.is_available():  # interpreted or only explained: as on an H200
+        return Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
     found = torch.cuda.get_device_properties(device)
     return Device(
         shared_memory=getattr(found, "shared_memory_per_block_optin", 65536),
