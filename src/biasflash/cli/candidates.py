@@ -133,7 +133,7 @@ class Listener:
 
 def plain(tile: TileConfig) -> TileConfig:
     """Without what is no part of a tile that runs."""
-    return replace(tile, spill_bytes=0, keeps_warps=False)
+    return replace(tile, spill_bytes=0, keeps_warps=False, keeps_sides=False)
 
 
 def accumulators(facts: Facts, tile: TileConfig) -> int:

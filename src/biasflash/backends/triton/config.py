@@ -47,7 +47,9 @@ class TileConfig:
     stages: int
     registers: int | None = None
     spill_bytes: int = 0  # of a thread, in tiles of tables that beat every tile without; those of rules spill nothing
-    keeps_warps: bool = False  # where a side is cut to a short axis; with fewer warps a thread holds more, and spills
+    # where an axis is short; with fewer warps a thread holds more, and some smaller tiles spill
+    keeps_warps: bool = False
+    keeps_sides: bool = False
 
     def __str__(self) -> str:
         cap = f", registers <= {self.registers}" if self.registers else ""
@@ -114,9 +116,12 @@ RULES: tuple[Rule, ...] = (
     _rule("dkdv", 32, 2, _tile(32, 128, 8, 3), "64 x 64 spills 40 bytes", dense_only=True, **_ROOMY),
     _rule("dkdv", 32, 2, _tile(64, 64, 4, 2), "255 registers on sm_80", **_ROOMY),
     _rule("dkdv", 32, 2, _tile(32, 128, 8, 1), "64 x 128 spills 8 bytes"),
+    _rule("dkdv", 64, 2, _tile(32, 64, 4, 2, 248), "64 x 64: 56 on sm_90", dense_only=True, capability=90, **_ROOMY),
+    _rule("dkdv", 64, 2, _tile(32, 64, 4, 2, 248), "uncapped: 8 on sm_100", dense_only=True, capability=100, **_ROOMY),
     _rule("dkdv", 64, 2, _tile(128, 32, 8, 2), "32 x 64 spills 16 bytes", dense_only=True, **_ROOMY),
     _rule("dkdv", 64, 2, _tile(32, 64, 4, 3), "255 registers on sm_80", **_ROOMY),
     _rule("dkdv", 64, 2, _tile(64, 32, 8, 2), "with 4 warps 168 bytes spilled, 128 x 32 8"),
+    _rule("dkdv", 128, 2, _tile(32, 64, 8, 1, 248), "in two stages 104 bytes on sm_100", capability=100),
     _rule("dkdv", 128, 2, _tile(32, 64, 8, 2), "with 4 warps 16 bytes spilled", **_ROOMY),
     _rule("dkdv", 128, 2, _tile(32, 64, 8, 1), "in two stages 16 bytes spilled"),
     _rule("dkdv", 256, 2, _tile(32, 32, 8, 2), "64 x 32 with 4 warps spills 648 bytes", **_ROOMY),
@@ -125,12 +130,14 @@ RULES: tuple[Rule, ...] = (
     _rule("dq", 32, 2, _tile(64, 64, 4, 3, 248), "uncapped 8 bytes spilled", dense_only=True, **_ROOMY),
     _rule("dq", 32, 2, _tile(64, 64, 4, 3), "178 registers on sm_80", **_ROOMY),
     _rule("dq", 32, 2, _tile(64, 64, 8, 1), "128 x 64 spills 32 bytes"),
+    _rule("dq", 64, 2, _tile(128, 64, 8, 2, 248), "uncapped: 8 on sm_100", dense_only=True, capability=100, **_ROOMY),
     _rule("dq", 64, 2, _tile(128, 64, 8, 2), "64 x 64 with 4 warps spills 8 bytes", dense_only=True, **_ROOMY),
     _rule("dq", 64, 2, _tile(128, 64, 8, 3), "255 registers on sm_80", **_ROOMY),
     _rule("dq", 64, 2, _tile(128, 32, 8, 1), "128 x 64 spills 128 bytes"),
     _rule("dq", 128, 2, _tile(64, 64, 8, 2), "with 4 warps 56 bytes spilled", dense_only=True, **_ROOMY),
     _rule("dq", 128, 2, _tile(64, 64, 4, 2), "255 registers on sm_80", **_ROOMY),
     _rule("dq", 128, 2, _tile(64, 32, 8, 2), "64 x 64 with 8 warps spills 64 bytes, 64 x 32 with 4 16"),
+    _rule("dq", 256, 2, _tile(32, 32, 8, 1), "64 x 32 spills 296 bytes on sm_90", capability=90, **_ROOMY),
     _rule("dq", 256, 2, _tile(64, 32, 8, 1), "with 4 warps 80 bytes spilled", **_ROOMY),
     _rule("dq", 256, 2, _tile(32, 32, 8, 1), "64 x 32 spills 24 bytes"),
     _rule("dq_from_ds", 64, 2, _tile(128, 64, 4, 4), "H200, full bias 2k: 0.147 ms, 64 x 64 takes 0.150"),
@@ -145,31 +152,35 @@ RULES: tuple[Rule, ...] = (
     _rule("dbias", 64, 2, _tile(128, 32, 8, 1), "64 x 64 spills 8 bytes"),
     _rule("dbias", 128, 2, _tile(64, 32, 4, 2), "64 x 64 spills 416 bytes", **_ROOMY),
     _rule("dbias", 128, 2, _tile(64, 32, 8, 1), "64 x 64 spills 504 bytes"),
-    _rule("dbias", 256, 2, _tile(32, 64, 8, 1), "with 4 warps 24 bytes spilled, 64 x 32 424"),
+    _rule(
+        "dbias", 256, 2, replace(_tile(32, 64, 8, 1), keeps_sides=True), "with 4 warps 24 bytes spilled, 64 x 32 424"
+    ),
     # ------------------------------------------------------- float32 on Hopper (six bfloat16 passes), spills on sm_90
     _rule("forward", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
     _rule("forward", 128, 4, _tile(32, 32, 8, 1), "255 registers", capability=90),
-    _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "248 registers", capability=90),
+    _rule("dkdv", 64, 4, _tile(32, 64, 8, 1), "32 x 32 spills 24 bytes", capability=90),
     _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 56 bytes", capability=90),
     _rule("dq", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
-    _rule("dbias", 64, 4, _tile(32, 32, 4, 1), "255 registers", capability=90),
+    _rule("dq", 128, 4, _tile(16, 32, 8, 1), "32 x 32 spills 104 bytes", capability=90),
+    _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 16 bytes", capability=90),
+    _rule("dbias", 128, 4, _tile(16, 32, 8, 1), "32 x 32 spills 592 bytes", capability=90),
     _rule("dq_from_ds", 64, 4, _tile(64, 32, 4, 2), "212 registers", capability=90),
     # ---------------------------------------------------------------------------- float32 (elsewhere three TF32 passes)
     _rule("forward", 64, 4, _tile(64, 32, 4, 1), "64 x 64 spills 856 bytes", **_ROOMY),
     _rule("forward", 64, 4, _tile(32, 64, 8, 1), "64 x 32 spills 8 bytes"),
     _rule("forward", 128, 4, _tile(32, 32, 8, 1), "32 x 64 with 4 warps spills 392 bytes"),
-    _rule("forward", 256, 4, _tile(16, 16, 8, 1), "F256"),
+    _rule("forward", 256, 4, _tile(16, 16, 8, 1), "8 bytes spilled with a bias; 16 x 32 16"),
     _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "with 4 warps 32 bytes spilled"),
     _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 120 bytes"),
-    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "DK256"),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "152 bytes spilled, 32 x 16 312"),
     _rule("dq", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 8 bytes"),
     _rule("dq", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 8 bytes"),
-    _rule("dq", 256, 4, _tile(16, 16, 8, 1), "DQ256"),
+    _rule("dq", 256, 4, _tile(16, 16, 8, 1), "80 bytes spilled, 16 x 32 240"),
     _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "232 registers on sm_80"),
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
     _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 with 4 warps spills 32 bytes, with 8 24"),
     _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
-    _rule("dbias", 256, 4, _tile(16, 16, 8, 1), "DB256"),
+    _rule("dbias", 256, 4, _tile(16, 32, 8, 1, 248), "496 bytes spilled, 16 x 64 576, 16 x 16 1512"),
 )
 
 
@@ -244,7 +255,7 @@ def shrink(tile: TileConfig, M: int, N: int) -> TileConfig:
     """No side longer than the power of two that holds its axis: a sequence of 20 does not pay for 64 rows."""
     block_m = min(tile.block_m, max(16, _power_of_two(M)))
     block_n = min(tile.block_n, max(16, _power_of_two(N)))
-    if (block_m, block_n) == (tile.block_m, tile.block_n):
+    if tile.keeps_sides or (block_m, block_n) == (tile.block_m, tile.block_n):
         return tile
     if tile.keeps_warps:
         return replace(tile, block_m=block_m, block_n=block_n)
