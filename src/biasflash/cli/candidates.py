@@ -170,12 +170,15 @@ def _cap_is_sane(facts: Facts, tile: TileConfig, registers: int) -> bool:
 
 def _steps(tile: TileConfig) -> Iterator[TileConfig]:
     """Tiles one step away: a side doubled or halved (its warps, too), a stage more or less, another register cap."""
-    for more in ({"block_m": tile.block_m * 2}, {"block_n": tile.block_n * 2}):
-        yield replace(tile, **more)
-        yield replace(tile, warps=8, registers=None, **more)
-    for less in ({"block_m": tile.block_m // 2}, {"block_n": tile.block_n // 2}):
-        yield replace(tile, **less)
-        yield replace(tile, warps=4, **less)
+    sides = {"block_m": tile.block_m, "block_n": tile.block_n}
+    for name, side in sides.items():
+        longer: dict[str, Any] = {name: side * 2}
+        yield replace(tile, **longer)
+        yield replace(tile, warps=8, registers=None, **longer)
+    for name, side in sides.items():
+        shorter: dict[str, Any] = {name: side // 2}
+        yield replace(tile, **shorter)
+        yield replace(tile, warps=4, **shorter)
     yield replace(tile, stages=tile.stages + 1)
     yield replace(tile, stages=tile.stages - 1)
     for cap in (None, *CAPS):
