@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="only Triton compiles kernels")
 from biasflash.backends.triton import config, tables, window_rules
 from biasflash.backends.triton.operands import Device, Launch
 from biasflash.backends.triton.plans import contiguous_recipes
+from biasflash.backends.triton.widths import padded
 from biasflash.problem import Problem, Term
 from biasflash.testing.descriptors import Descriptor, descriptors
 from biasflash.testing.offline import Compiled, compile_launch, meta_tensors
@@ -140,8 +141,8 @@ BY_RULE = [
     Asked(name="window of 64, d64", M=64, B=2048, biases=SHARED),
     Asked(name="window of 128", M=128, D=32, B=2048, biases=SHARED),
     Asked(name="window of 144", M=144, D=32, B=2048, biases=SHARED),
-    Asked(name="float32 d64, shared bias", dtype=F32, biases=SHARED),
-    Asked(name="float32 d128, full bias", D=128, dtype=F32, biases=FULL),
+    Asked(name="float32 d64, full bias", dtype=F32, biases=FULL),
+    Asked(name="float32 d128, shared bias", D=128, dtype=F32, biases=SHARED),
     Asked(name="float32 d256", D=256, dtype=F32),
 ]
 
@@ -181,16 +182,17 @@ def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-#: The only tiles of rules that spill: float32 heads of 129 to 256 columns, of which one operand takes 128 registers of
-#: a thread. Capability and kernel -> bytes of a thread; 4 and 16 warps, larger tiles and more stages spill more.
-WIDE_FLOAT32 = {
-    (80, "dq_kernel"): 80,
-    (80, "dkdv_kernel"): 152,
-    (90, "forward_kernel"): 112,
-    (90, "dq_kernel"): 208,
-    (90, "dkdv_kernel"): 208,
-    (100, "dq_kernel"): 64,
-    (100, "dkdv_kernel"): 152,
+#: The only tiles of rules that spill, (capability, kernel, width) -> bytes of a thread: wide heads in float32, of which
+#: one operand takes up to 128 registers of a thread. 4 and 16 warps, other sides and more stages spill as much or more.
+FLOAT32_SPILLS = {
+    (80, "dq_kernel", 256): 80,
+    (80, "dkdv_kernel", 256): 152,
+    (90, "dq_kernel", 128): 8,
+    (90, "forward_kernel", 256): 112,
+    (90, "dq_kernel", 256): 208,
+    (90, "dkdv_kernel", 256): 208,
+    (100, "dq_kernel", 256): 64,
+    (100, "dkdv_kernel", 256): 152,
 }
 
 
@@ -200,9 +202,10 @@ def allowed_spills(launch: Launch, tensors: Mapping[str, torch.Tensor], capabili
         return launch.tile.spill_bytes + 96 if launch.tile else 0
     if launch.why.startswith("measured on "):
         return launch.tile.spill_bytes if launch.tile else 0
-    widths = [launch.arguments.get(name, 0) for name in ("D", "DV")]
-    is_wide_float32 = tensors["q"].dtype == torch.float32 and max(widths) > 128
-    return WIDE_FLOAT32.get((capability, launch.kernel.__name__), 0) if is_wide_float32 else 0
+    if tensors["q"].dtype != torch.float32:
+        return 0
+    width = padded(max(launch.arguments.get(name, 0) for name in ("D", "DV")))
+    return FLOAT32_SPILLS.get((capability, launch.kernel.__name__, width), 0)
 
 
 def tensor_core_words(launch: Launch, capability: int) -> tuple[str, ...]:

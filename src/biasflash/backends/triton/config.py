@@ -46,7 +46,7 @@ class TileConfig:
     warps: int
     stages: int
     registers: int | None = None
-    spill_bytes: int = 0  # of a thread, in tiles of tables that beat every tile without; those of rules spill nothing
+    spill_bytes: int = 0  # of a thread, in tiles of tables that beat every tile without; 0 in those of rules
     # where an axis is short; with fewer warps a thread holds more, and some smaller tiles spill
     keeps_warps: bool = False
     keeps_sides: bool = False
@@ -81,7 +81,8 @@ def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str
 
 #: for calls that are not crowded; a rule that says nothing of it serves both kinds
 _ROOMY: dict[str, Any] = {"crowded": False}
-#: Tiles that spill nothing; the reasons say what a thread of the next better one spills on sm_80, as ptxas counts it.
+#: Tiles that spill nothing, but for wide heads in float32. The reasons say what a thread of the next better one spills,
+#: on sm_80 if nothing else is said, as ptxas counts it.
 #: A cap of 248 registers lifts a limit that ptxas sets itself (168 with 4 warps, for three
 #: programs on a multiprocessor).
 RULES: tuple[Rule, ...] = (
@@ -107,8 +108,12 @@ RULES: tuple[Rule, ...] = (
         2,
         _tile(128, 64, 8, 2),
         "H200, 2 x 16 heads of 4k, D 256: 1.12 ms, 64 x 64 takes 1.58",
+        dense_only=True,
         **_ROOMY,
     ),
+    _rule("forward", 256, 2, _tile(64, 64, 8, 2), "with a mask 128 x 64 spills 96 on sm_90", capability=90, **_ROOMY),
+    _rule("forward", 256, 2, _tile(64, 64, 8, 2), "with a mask 128 x 64 spills 8 on sm_100", capability=100, **_ROOMY),
+    _rule("forward", 256, 2, _tile(64, 32, 8, 2), "in one stage 80 bytes on sm_90", capability=90, crowded=True),
     _rule("forward", 256, 2, _tile(32, 64, 4, 2), "fits 163 KiB of shared memory", **_ROOMY),
     _rule("forward", 256, 2, _tile(64, 32, 8, 1), "32 x 64 spills 272 bytes"),
     _rule("delta", 256, 2, _tile(64, 64, 4, 1), "memory bound; 32 to 128 rows measure the same"),
@@ -126,11 +131,13 @@ RULES: tuple[Rule, ...] = (
     _rule("dkdv", 64, 2, _tile(64, 32, 8, 2), "with 4 warps 168 bytes spilled, 128 x 32 8"),
     _rule("dkdv", 128, 2, _tile(32, 32, 8, 2), "32 x 64: 56 on sm_90", dense_only=True, capability=90, **_ROOMY),
     _rule("dkdv", 128, 2, _tile(32, 64, 8, 2), "with a bias 56 bytes on sm_90", capability=90, **_ROOMY),
-    _rule("dkdv", 128, 2, _tile(16, 64, 8, 1), "32 x 64 spills 64 bytes on sm_90", capability=90),
+    _rule("dkdv", 128, 2, _tile(16, 32, 8, 1), "32 x 32 spills 32 bytes on sm_90", capability=90),
     _rule("dkdv", 128, 2, _tile(32, 64, 8, 1, 248), "in two stages 104 bytes on sm_100", capability=100),
     _rule("dkdv", 128, 2, _tile(32, 64, 8, 2), "with 4 warps 16 bytes spilled", **_ROOMY),
     _rule("dkdv", 128, 2, _tile(32, 64, 8, 1), "in two stages 16 bytes spilled"),
     _rule("dkdv", 256, 2, _tile(32, 32, 8, 2), "64 x 32 with 4 warps spills 648 bytes", **_ROOMY),
+    _rule("dkdv", 256, 2, _tile(16, 16, 8, 1), "16 x 32 spills 304 bytes on sm_90", capability=90, crowded=True),
+    _rule("dkdv", 256, 2, _tile(16, 16, 8, 1), "16 x 32 spills 272 bytes on sm_100", capability=100, crowded=True),
     _rule("dkdv", 256, 2, _tile(16, 32, 8, 1), "32 x 32 spills 104 bytes"),
     # ----------------------------------------------------------------------------------------------------- dq, 16 bits
     _rule("dq", 32, 2, _tile(64, 64, 4, 3, 248), "uncapped 8 bytes spilled", dense_only=True, **_ROOMY),
@@ -146,6 +153,8 @@ RULES: tuple[Rule, ...] = (
     _rule("dq", 128, 2, _tile(64, 32, 8, 2), "64 x 64 with 8 warps spills 64 bytes, 64 x 32 with 4 16"),
     _rule("dq", 256, 2, _tile(32, 32, 8, 1), "64 x 32 spills 296 bytes on sm_90", capability=90, **_ROOMY),
     _rule("dq", 256, 2, _tile(64, 32, 8, 1), "with 4 warps 80 bytes spilled", **_ROOMY),
+    _rule("dq", 256, 2, _tile(16, 32, 8, 1), "32 x 32 spills 376 bytes on sm_90", capability=90),
+    _rule("dq", 256, 2, _tile(16, 32, 8, 1), "32 x 32 spills 304 bytes on sm_100", capability=100, crowded=True),
     _rule("dq", 256, 2, _tile(32, 32, 8, 1), "64 x 32 spills 24 bytes"),
     _rule("dq_from_ds", 64, 2, _tile(128, 64, 4, 4, 248), "uncapped: 8 on sm_100", capability=100),
     _rule("dq_from_ds", 64, 2, _tile(128, 64, 4, 4), "H200, full bias 2k: 0.147 ms, 64 x 64 takes 0.150"),
@@ -167,18 +176,18 @@ RULES: tuple[Rule, ...] = (
     # ------------------------------------------------------- float32 on Hopper (six bfloat16 passes), spills on sm_90
     _rule("forward", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
     _rule("forward", 128, 4, _tile(32, 32, 8, 1), "255 registers", capability=90),
-    _rule("dkdv", 64, 4, _tile(32, 64, 8, 1), "32 x 32 spills 24 bytes", capability=90),
+    _rule("dkdv", 32, 4, _tile(32, 64, 8, 1), "32 x 32 spills 24 bytes", capability=90),
+    _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "32 x 64 spills 16 bytes", capability=90),
     _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 56 bytes", capability=90),
     _rule("dq", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
-    _rule("dq", 128, 4, _tile(16, 32, 8, 1), "32 x 32 spills 104 bytes", capability=90),
+    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "8 bytes spilled, 16 with a mask of keys; no tile none", capability=90),
     _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 16 bytes", capability=90),
-    _rule("dbias", 128, 4, _tile(16, 32, 8, 1), "32 x 32 spills 592 bytes", capability=90),
     _rule("dq_from_ds", 64, 4, _tile(64, 32, 4, 2), "212 registers", capability=90),
     # ---------------------------------------------------------------------------- float32 (elsewhere three TF32 passes)
     _rule("forward", 64, 4, _tile(64, 32, 4, 1), "64 x 64 spills 856 bytes", **_ROOMY),
     _rule("forward", 64, 4, _tile(32, 64, 8, 1), "64 x 32 spills 8 bytes"),
     _rule("forward", 128, 4, _tile(32, 32, 8, 1), "32 x 64 with 4 warps spills 392 bytes"),
-    _rule("forward", 256, 4, _tile(16, 16, 8, 1), "8 bytes spilled with a bias; 16 x 32 16"),
+    _rule("forward", 256, 4, _tile(16, 16, 8, 1), "8 bytes spilled with a bias, 16 x 32 16"),
     _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "with 4 warps 32 bytes spilled"),
     _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 120 bytes"),
     _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "152 bytes spilled, 32 x 16 312"),
