@@ -2,8 +2,8 @@
 
 A table is keyed like a rule. It is found among the files that ship with the package, by the GPU's name or else by its
 compute capability, or named by the environment variable ``BIASFLASH_TILES`` (a path, or ``off``) or by ``use``. Without
-one, the rules of ``config`` apply. Tiles of rules spill no registers, but for wide
-heads in float32; those of a table may, where that was faster.
+one, the rules of ``config`` apply. Their tiles spill no registers, but for wide heads in float32; those of a table may,
+where that was faster.
 """
 
 from __future__ import annotations
