@@ -82,8 +82,8 @@ def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str
 #: for calls that are not crowded; a rule that says nothing of it serves both kinds
 _ROOMY: dict[str, Any] = {"crowded": False}
 #: Tiles that spill nothing, but for wide heads in float32. The reasons say what a thread of the next better one spills,
-#: on sm_80 if nothing else is said, as ptxas counts it. A cap of 248 registers lifts a limit that ptxas sets itself (168
-#: with 4 warps, for three programs on a multiprocessor).
+#: on sm_80 if nothing else is said, as ptxas counts it. A cap of 248 registers lifts a limit that ptxas sets itself
+#: (168 with 4 warps, for three programs on a multiprocessor).
 RULES: tuple[Rule, ...] = (
     # ------------------------------------------------------------------------------------------------ forward, 16 bits
     _rule("forward", 32, 2, _tile(64, 64, 4, 3), "141 to 168 registers on sm_80", **_ROOMY),
