@@ -17,7 +17,7 @@ from biasflash.problem import Problem, Term
 from biasflash.testing.descriptors import NOTHING, Descriptor, descriptors
 from biasflash.testing.offline import compile_launch, meta_tensors
 
-H200 = Device(shared_memory=232448, multiprocessors=132)
+H200 = Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
 
 LISTING = """
         /*00f0*/                   S2UR UR5, SR_CgaCtaId ;                             /* 0x0 */

@@ -25,7 +25,7 @@ from biasflash.problem import Problem, Term
 from biasflash.testing.offline import compile_key, meta_tensors
 
 BF16, F32 = torch.bfloat16, torch.float32
-H200 = Device(shared_memory=232448, multiprocessors=132)
+H200 = Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
 ANY = (128, 129, 257, 333, 500, 777, 1000, 1023, 1500, 2047)
 EIGHTS = (128, 136, 264, 328, 504, 776, 1000, 1024, 1504, 2040)
 

@@ -21,7 +21,6 @@ from biasflash.backends.triton.config import (
     choose_tile,
     shared_bytes,
     shrink,
-    uncapped,
 )
 from biasflash.problem import MAX_WIDTH
 
@@ -38,11 +37,12 @@ EVERYTHING = [
         itemsize=itemsize,
         has_dense=dense,
         bias_itemsize=plane,
+        is_padded=crowded,
         shared_memory=memory,
         capability=capability,
     )
-    for kernel, width, narrower, itemsize, (memory, capability) in itertools.product(
-        KERNELS, WIDTHS, WIDTHS, (2, 4), ((SMALL, 86), (MIDDLE, 80), (LARGE, 90), (LARGE, 100))
+    for kernel, width, narrower, itemsize, crowded, (memory, capability) in itertools.product(
+        KERNELS, WIDTHS, WIDTHS, (2, 4), (False, True), ((SMALL, 86), (MIDDLE, 80), (LARGE, 90), (LARGE, 100))
     )
     if narrower <= width
     # no term; a mask; a bias of one row; a bias plane of 16 bits, of float32
@@ -93,8 +93,18 @@ def test_a_request_that_no_tile_fits_is_refused_with_the_nearest_rule() -> None:
 def test_without_a_table_the_rules_decide() -> None:
     with tables.using(None):
         for facts in EVERYTHING:
-            tile, why = choose_rule(facts)
-            assert choose_tile(facts) == (tile if facts.capability == 90 else uncapped(tile), why)
+            assert choose_tile(facts) == choose_rule(facts)
+
+
+def test_roomy_tiles_are_not_for_crowded_calls() -> None:
+    roomy = Facts(kernel="dq", width=64, columns=128, itemsize=2, has_dense=True, bias_itemsize=2, shared_memory=LARGE)
+    assert not roomy.is_crowded
+    assert rule_of(roomy).crowded is False
+    for more in ({"is_unaligned": True}, {"is_padded": True}, {"hides_pairs": True}):
+        facts = dataclasses.replace(roomy, **more)
+        assert facts.is_crowded
+        assert rule_of(facts).crowded is None
+    assert not dataclasses.replace(roomy, hides_pairs=True, has_dense=False).is_crowded
 
 
 def test_every_rule_is_reached() -> None:
@@ -103,13 +113,19 @@ def test_every_rule_is_reached() -> None:
 
 
 def test_rules_for_less_shared_memory_say_so() -> None:
-    """A rule that the largest GPUs never reach is a fall-back: its reason names the memory that it fits, truthfully."""
+    """A rule that the largest GPUs never reach is a fall-back: its reason names the memory that it fits, truthfully.
+
+    Or the largest have rules of their own there.
+    """
     for rule in RULES:
         claim = re.fullmatch(r"fits (\d+) KiB of shared memory", rule.why)
         if claim is not None:
             assert rule in chosen(int(claim[1]) * 1024), rule
-        else:
-            assert rule in chosen(LARGE), rule
+        elif rule not in chosen(LARGE):
+            key = rule.kernel, rule.itemsize, rule.max_width
+            own = {r.capability for r in RULES if (r.kernel, r.itemsize, r.max_width) == key}
+            assert own >= {90, 100}, rule
+            assert rule in chosen(MIDDLE), rule
 
 
 @pytest.mark.parametrize(("kernel", "itemsize"), list(itertools.product(KERNELS, (2, 4))))
@@ -137,6 +153,9 @@ def test_tiles_are_what_kernels_can_take(rule: Rule) -> None:
 @pytest.mark.parametrize(("M", "N"), list(itertools.product((1, 5, 16, 17, 33, 64, 65, 128, 4096), repeat=2)))
 def test_shrunk_tiles_hold_short_axes_and_no_more(M: int, N: int) -> None:
     for tile in {rule.tile for rule in RULES}:
+        if tile.keeps_sides:
+            assert shrink(tile, M, N) == tile
+            continue
         small = shrink(tile, M, N)
         for side, full, length in ((small.block_m, tile.block_m, M), (small.block_n, tile.block_n, N)):
             assert 16 <= side <= full
@@ -145,9 +164,10 @@ def test_shrunk_tiles_hold_short_axes_and_no_more(M: int, N: int) -> None:
         if (small.block_m, small.block_n) == (tile.block_m, tile.block_n):
             assert small == tile
         else:
-            assert small.registers is None, "a cap measured for another tile means nothing"
-            assert small.warps <= tile.warps
-            assert small.stages == tile.stages
+            assert (small.warps, small.stages) == (tile.warps, tile.stages)
+            measured = shrink(dataclasses.replace(tile, keeps_warps=False), M, N)
+            assert measured.registers is None, "a cap measured for another tile means nothing"
+            assert measured.warps == min(tile.warps, 4)
 
 
 def test_deciding_is_pure() -> None:

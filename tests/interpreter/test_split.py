@@ -24,7 +24,7 @@ from biasflash.problem import Problem
 from biasflash.testing import errors
 from biasflash.testing.case import DTYPES, Bias, Call, Case, Mask
 
-H200 = Device(shared_memory=232448, multiprocessors=132)
+H200 = Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
 #: pieces as small as two tiles of 64 keys, whatever the number of programs
 EAGER = SplitRule(fill=10**6, goal=10**6, least_keys=1, keys_per_query=0, piece_keys=64)
 

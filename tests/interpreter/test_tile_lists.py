@@ -27,7 +27,7 @@ from biasflash.testing import errors
 from biasflash.testing.case import Bias, Call, Case, Mask
 from biasflash.testing.conformance import run_case
 
-H200 = Device(shared_memory=232448, multiprocessors=132)
+H200 = Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
 NEVER = SplitRule(fill=0)
 #: every mask with both axes
 ALWAYS = ListRule(readers=0, scores=0, least_tiles=0)
@@ -37,7 +37,7 @@ ALWAYS = ListRule(readers=0, scores=0, least_tiles=0)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_plan, "RULE", NEVER)
     monkeypatch.setattr(tile_plan, "RULE", ALWAYS)
-    monkeypatch.setattr(window_plan, "RULES", ())  # windows of up to 192 keys walk along no lists
+    monkeypatch.setattr(window_plan, "rules", lambda device: ())  # windows of up to 192 keys walk along no lists
 
 
 def prepare(call: Call) -> tuple[Recipe, dict[str, Tensor]]:

@@ -143,7 +143,7 @@ def every_width_in_strips(monkeypatch: pytest.MonkeyPatch, fresh_recipes: None) 
     """
     rules = tuple(widths.StripRule(itemsize=size, above=0, capabilities=(90,), why="tested") for size in (2, 4))
     monkeypatch.setattr(widths, "RULES", rules)
-    monkeypatch.setattr(window_plan, "RULES", ())
+    monkeypatch.setattr(window_plan, "rules", lambda device: ())
 
 
 def launches(case: Case, dtype: str) -> dict[str, operands.Launch]:

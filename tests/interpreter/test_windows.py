@@ -13,7 +13,7 @@ import torch
 
 import biasflash
 from biasflash import problem
-from biasflash.backends.triton import launch, window_long_plan, window_plan
+from biasflash.backends.triton import launch, tables, window_long_plan, window_plan
 from biasflash.backends.triton.operands import Device, Layout, Operands
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
@@ -21,7 +21,7 @@ from biasflash.testing import conformance
 from biasflash.testing.case import Bias, Case, Mask
 
 #: so few programs that every program has several windows even at test sizes
-FEW = Device(shared_memory=232448, multiprocessors=2)
+FEW = Device(shared_memory=232448, multiprocessors=2, gpu="NVIDIA H200")
 
 
 def window_forward(problem: Problem, device: Device, rows: Mapping[str, Layout], terms: Sequence[Layout]) -> Recipe:
@@ -192,8 +192,8 @@ def test_float32(case: Case) -> None:
 def test_what_is_held_does_not_change_results(
     monkeypatch: pytest.MonkeyPatch, name: str, hold: tuple[str, ...]
 ) -> None:
-    rules = tuple(dataclasses.replace(rule, hold=hold) for rule in window_plan.RULES)
-    monkeypatch.setattr(window_plan, "RULES", rules)
+    rules = tuple(dataclasses.replace(rule, hold=hold) for rule in window_plan.MEASURED)
+    monkeypatch.setattr(window_plan, "rules", lambda device: rules)
     case = next(c for c in [*CASES, *LONG] if c.name == name)
     result = conformance.run_case("triton", case, "cpu", "fp16")
     assert result.status == "passed", result.message
@@ -259,7 +259,7 @@ def long_backward(ops: Operands, grads: Sequence[int] = (0,)) -> Recipe | None:
     return window_long_plan.backward_recipe(ops, False, ("dq", "dk", "dv"), grads)
 
 
-H200 = Device(shared_memory=232448, multiprocessors=132)
+H200 = Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
 
 
 def test_swin_takes_as_many_programs_as_fit_and_sums_them_in_order() -> None:
@@ -280,7 +280,7 @@ def test_swin_takes_as_many_programs_as_fit_and_sums_them_in_order() -> None:
 def test_a_masks_period_is_met_where_that_is_cheap() -> None:
     shifted = small("", 64, 64, H=6, batch=(128, 64), D=32, Dv=32, biases=(SHARED,), masks=(Mask(shape="1B1MN"),))
     ops = operands(shifted, device=H200)
-    (rule,) = (r for r in window_plan.RULES if r.kernel == "forward" and r.width == 32 and r.keys == 64)
+    (rule,) = (r for r in window_plan.MEASURED if r.kernel == "forward" and r.width == 32 and r.keys == 64)
     holds = dataclasses.replace(rule, hold=("dense", "keep"))
     step = window_plan.choose_step(ops, holds, columns=6)
     assert step % 64 == 0
@@ -340,14 +340,39 @@ def test_wide_windows_of_65_to_128_tokens_go_back_in_two_tiles_of_keys(
         assert recipe.launches[0].arguments["TAIL"] == max(16, 1 << (length - 65).bit_length())
 
 
-@pytest.mark.parametrize(("capability", "serves"), [(80, False), (89, False), (90, True), (100, False)])
-def test_longer_windows_of_64_columns_are_hoppers_alone(capability: int, serves: bool) -> None:
-    """Elsewhere their dk and dv would spill 8 KiB a thread; 32 columns are served everywhere."""
+def test_measured_windows_belong_to_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tables.VARIABLE, raising=False)
+    for gpu, served in (("NVIDIA H200", True), ("NVIDIA H100", True), ("", False)):
+        device = dataclasses.replace(H200, gpu=gpu)
+        ops = operands(small("", 144, 144, H=6, batch=(2048,), D=64, Dv=64, biases=(SHARED,)), device=device)
+        forward, recipe = window_long_plan.forward_launch(ops), long_backward(ops)
+        assert (forward is not None, recipe is not None) == (served, served)
+        if forward is not None:
+            assert forward.why.startswith("measured on NVIDIA H200: ")
+        with tables.using(None):
+            assert window_plan.rules(device) == window_plan.RULES
+    assert window_plan.rules(dataclasses.replace(H200, capability=80)) == window_plan.RULES
+
+
+@pytest.mark.parametrize(
+    ("capability", "length", "forward", "backward"),
+    [
+        (80, 144, True, False),
+        (80, 160, False, False),
+        (89, 144, True, False),
+        (100, 144, True, True),
+        (100, 160, True, True),
+        (100, 150, False, False),
+    ],
+)
+def test_rules_serve_longer_windows_where_no_tile_spills(
+    capability: int, length: int, forward: bool, backward: bool
+) -> None:
     device = dataclasses.replace(H200, capability=capability, gpu="")
-    for D, wanted in ((64, serves), (32, True)):
-        ops = operands(small("", 160, 160, H=6, batch=(2048,), D=D, Dv=D, biases=(SHARED,)), device=device)
-        assert (window_long_plan.forward_launch(ops) is not None) == wanted
-        assert (long_backward(ops) is not None) == wanted
+    for D, wanted in ((32, (forward, backward)), (64, (False, False)), (30, (False, False))):
+        ops = operands(small("", length, length, H=6, batch=(2048,), D=D, Dv=D, biases=(SHARED,)), device=device)
+        found = window_long_plan.forward_launch(ops) is not None, long_backward(ops) is not None
+        assert found == wanted
 
 
 @pytest.mark.parametrize("length", [1, 16, 20, 63, 64, 65, 128, 129, 144, 160, 191, 192])
@@ -367,7 +392,7 @@ def test_pieces_hold_all_queries_once(length: int, side: int) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 3, 100])
 def test_short_last_tiles_are_dealt_apart(length: int, batch: int) -> None:
     ops = operands(small("", length, 144, H=1, batch=(batch,)), device=H200)
-    (rule, *_) = (r for r in window_plan.RULES if r.kernel == "long dq")
+    (rule, *_) = (r for r in window_plan.MEASURED if r.kernel == "long dq")
     step, columns, dealt = window_long_plan.deal(ops, rule, length, 64)
     if dealt["SHARE"] == 1:
         assert (columns, dealt["LAST"]) == (-(-length // 64), 64)

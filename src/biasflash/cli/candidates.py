@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from biasflash.backends.triton.config import RULES, Facts, TileConfig, choose_rule, shared_bytes
-from biasflash.backends.triton.tables import Key, Row, key_of
+from biasflash.backends.triton.tables import Key, Row, alike, key_of, shipped
 from biasflash.testing.case import Bias, Case
 from biasflash.testing.workloads import WORKLOADS
 
@@ -132,8 +132,8 @@ class Listener:
 
 
 def plain(tile: TileConfig) -> TileConfig:
-    """Without the allowance for spills, which is no part of what runs."""
-    return replace(tile, spill_bytes=0)
+    """Without what is no part of a tile that runs."""
+    return replace(tile, spill_bytes=0, keeps_warps=False, keeps_sides=False)
 
 
 def accumulators(facts: Facts, tile: TileConfig) -> int:
@@ -170,20 +170,31 @@ def _cap_is_sane(facts: Facts, tile: TileConfig, registers: int) -> bool:
 
 def _steps(tile: TileConfig) -> Iterator[TileConfig]:
     """Tiles one step away: a side doubled or halved (its warps, too), a stage more or less, another register cap."""
-    for more in ({"block_m": tile.block_m * 2}, {"block_n": tile.block_n * 2}):
-        yield replace(tile, **more)
-        yield replace(tile, warps=8, registers=None, **more)
-    for less in ({"block_m": tile.block_m // 2}, {"block_n": tile.block_n // 2}):
-        yield replace(tile, **less)
-        yield replace(tile, warps=4, **less)
+    sides = {"block_m": tile.block_m, "block_n": tile.block_n}
+    for name, side in sides.items():
+        longer: dict[str, Any] = {name: side * 2}
+        yield replace(tile, **longer)
+        yield replace(tile, warps=8, registers=None, **longer)
+    for name, side in sides.items():
+        shorter: dict[str, Any] = {name: side // 2}
+        yield replace(tile, **shorter)
+        yield replace(tile, warps=4, **shorter)
     yield replace(tile, stages=tile.stages + 1)
     yield replace(tile, stages=tile.stages - 1)
     for cap in (None, *CAPS):
         yield replace(tile, registers=cap)
 
 
+def _shipped(facts: Facts) -> list[TileConfig]:
+    """Tiles that the table of this GPU, or of one like it, has for the key: what a new run has to beat."""
+    table = (shipped(facts.gpu) or alike(facts.capability)) if facts.gpu else None
+    row = table.find(facts) if table else None
+    return [plain(TileConfig(**fields)) for fields in row.tiles] if row else []
+
+
 def candidates(facts: Facts) -> list[TileConfig]:
-    """The rule's tile first, then what is one step from it, and other rules' tiles for the kernel and element size."""
+    """The rule's tile first, then what is one step from it, other rules' tiles for the kernel and element size, and the
+    shipped table's."""
     first = plain(choose_rule(facts)[0])
     near = [
         rule
@@ -192,5 +203,5 @@ def candidates(facts: Facts) -> list[TileConfig]:
         and facts.width <= rule.max_width <= 2 * facts.width
     ]
     own = [rule for rule in near if rule.capability == facts.capability] or [r for r in near if r.capability is None]
-    found = dict.fromkeys([*_steps(first), *(plain(rule.tile) for rule in own)])
+    found = dict.fromkeys([*_shipped(facts), *_steps(first), *(plain(rule.tile) for rule in own)])
     return [first, *(tile for tile in found if tile != first and is_sane(facts, tile))]

@@ -110,12 +110,7 @@ class BackwardPlan:
         return self.lists.arguments(kernel) if self.lists else tile_plan.trivial_arguments(self.ops)
 
     def _listed(self, launch: Launch) -> Launch:
-        """Two loops, with masks and without, spill 112 bytes a thread in dkdv where one spills 32."""
-        if self.lists is None:
-            return launch
-        assert launch.tile is not None
-        tile = replace(launch.tile, spill_bytes=max(launch.tile.spill_bytes, 128))
-        return replace(launch, tile=tile, why=f"{launch.why}; {self.lists.why()}")
+        return launch if self.lists is None else replace(launch, why=f"{launch.why}; {self.lists.why()}")
 
     def _structure(self, i: int) -> str:
         p = self.problem

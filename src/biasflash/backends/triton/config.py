@@ -24,9 +24,17 @@ class Facts:
     itemsize: int  # bytes of an element of q
     has_dense: bool
     bias_itemsize: int  # bytes of a score's biases, or of its mask where there is none; 0 without either
+    is_unaligned: bool = False  # whether a bias or mask along both axes is read element by element
+    is_padded: bool = False  # whether heads are narrower than what they are held in, so that every load is masked
+    hides_pairs: bool = False  # whether there is a mask or causal order
     shared_memory: int  # bytes a program may take
     capability: int = 90  # major * 10 + minor
     gpu: str | None = None  # whose table is looked into; None: the current GPU's, empty: no table
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether addresses and masks, or the loops with them and without, take many registers beside the tiles."""
+        return self.is_unaligned or self.is_padded or (self.has_dense and self.hides_pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +46,10 @@ class TileConfig:
     warps: int
     stages: int
     registers: int | None = None
-    # spills allowed a thread, the pass over extreme rows included; above 0 where that beat every tile without
-    spill_bytes: int = 0
+    spill_bytes: int = 0  # of a thread, in tiles of tables that beat every tile without; 0 in those of rules
+    # where an axis is short; with fewer warps a thread holds more, and some smaller tiles spill
+    keeps_warps: bool = False
+    keeps_sides: bool = False
 
     def __str__(self) -> str:
         cap = f", registers <= {self.registers}" if self.registers else ""
@@ -56,109 +66,138 @@ class Rule:
     tile: TileConfig
     why: str
     dense_only: bool = False
+    crowded: bool | None = None  # what ``Facts.is_crowded`` must be, where it matters
     max_columns: int = 512
     capability: int | None = None  # only for this one
 
 
-def _tile(m: int, n: int, warps: int, stages: int, registers: int | None = None, spill_bytes: int = 0) -> TileConfig:
-    return TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers, spill_bytes=spill_bytes)
+def _tile(m: int, n: int, warps: int, stages: int, registers: int | None = None) -> TileConfig:
+    return TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers, keeps_warps=True)
 
 
 def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str, **more: Any) -> Rule:
     return Rule(kernel=kernel, max_width=max_width, itemsize=itemsize, tile=tile, why=why, **more)
 
 
+#: for calls that are not crowded; a rule that says nothing of it serves both kinds
+_ROOMY: dict[str, Any] = {"crowded": False}
+#: Tiles that spill nothing, but for wide heads in float32. The reasons say what a thread of the next better one spills,
+#: on sm_80 if nothing else is said, as ptxas counts it. A cap of 248 registers lifts a limit that ptxas sets itself
+#: (168 with 4 warps, for three programs on a multiprocessor).
 RULES: tuple[Rule, ...] = (
     # ------------------------------------------------------------------------------------------------ forward, 16 bits
-    _rule("forward", 32, 2, _tile(64, 64, 4, 3, 128), "512 x 4 heads of 512, shared bias: 0.393 ms, uncapped 0.426"),
-    _rule("forward", 64, 2, _tile(128, 64, 8, 3, 128, 32), "full bias 2k: 0.235 ms, uncapped 0.298", dense_only=True),
-    _rule("forward", 64, 2, _tile(64, 64, 4, 3), "4 x 32 heads of 4k, no bias: 1.18 ms, 128 x 64 takes 1.27"),
-    _rule("forward", 128, 2, _tile(128, 64, 8, 3), "1 x 16 heads of 16k, causal: 2.21 ms, 128 x 128 takes 2.61"),
-    _rule("forward", 128, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("forward", 256, 2, _tile(128, 64, 8, 2), "2 x 16 heads of 4k, D 256: 1.12 ms, 64 x 64 takes 1.58"),
-    _rule("forward", 256, 2, _tile(64, 32, 4, 2), "fits 163 KiB of shared memory"),
-    _rule("forward", 256, 2, _tile(64, 32, 4, 1), "fits 99 KiB of shared memory"),
+    _rule("forward", 32, 2, _tile(64, 64, 4, 3), "141 to 168 registers on sm_80", **_ROOMY),
+    _rule("forward", 32, 2, _tile(128, 64, 8, 1), "64 x 64 with 4 warps spills 16 bytes"),
+    _rule("forward", 64, 2, _tile(128, 64, 8, 3), "199 registers on sm_80", **_ROOMY),
+    _rule("forward", 64, 2, _tile(128, 32, 8, 2), "128 x 64 spills 112 bytes"),
+    _rule(
+        "forward",
+        128,
+        2,
+        _tile(128, 64, 8, 3),
+        "H200, 1 x 16 heads of 16k, causal: 2.21 ms, 128 x 128 takes 2.61",
+        **_ROOMY,
+    ),
+    _rule("forward", 128, 2, _tile(128, 64, 8, 2), "fits 163 KiB of shared memory", **_ROOMY),
+    _rule("forward", 128, 2, _tile(64, 64, 8, 1), "in two stages 24 bytes on sm_90", capability=90, crowded=True),
+    _rule("forward", 128, 2, _tile(64, 64, 8, 2), "128 x 64 spills 648 bytes"),
+    _rule(
+        "forward",
+        256,
+        2,
+        _tile(128, 64, 8, 2),
+        "H200, 2 x 16 heads of 4k, D 256: 1.12 ms, 64 x 64 takes 1.58",
+        dense_only=True,
+        **_ROOMY,
+    ),
+    _rule("forward", 256, 2, _tile(64, 64, 8, 2), "with a mask 128 x 64 spills 96 on sm_90", capability=90, **_ROOMY),
+    _rule("forward", 256, 2, _tile(64, 64, 8, 2), "with a mask 128 x 64 spills 8 on sm_100", capability=100, **_ROOMY),
+    _rule("forward", 256, 2, _tile(64, 32, 8, 2), "in one stage 80 bytes on sm_90", capability=90, crowded=True),
+    _rule("forward", 256, 2, _tile(32, 64, 4, 2), "fits 163 KiB of shared memory", **_ROOMY),
+    _rule("forward", 256, 2, _tile(64, 32, 8, 1), "32 x 64 spills 272 bytes"),
     _rule("delta", 256, 2, _tile(64, 64, 4, 1), "memory bound; 32 to 128 rows measure the same"),
     _rule("delta", 256, 4, _tile(32, 32, 4, 1), "memory bound"),
     # --------------------------------------------------------------------------------------------------- dkdv, 16 bits
-    _rule(
-        "dkdv", 32, 2, _tile(64, 64, 4, 2, 168, 40), "512 x 4 heads of 512: 0.755 ms, uncapped 1.00", dense_only=True
-    ),
-    _rule("dkdv", 32, 2, _tile(64, 64, 4, 2, 128, 96), "16 x 8 heads, 100 over 16k, mask: 0.547 ms, uncapped 0.755"),
-    _rule(
-        "dkdv",
-        64,
-        2,
-        _tile(32, 64, 4, 2, 128, 184),
-        "16 x 12 heads of 1k: 0.355 ms, 64 x 64 takes 0.426",
-        dense_only=True,
-    ),
-    _rule("dkdv", 64, 2, _tile(32, 64, 4, 3, 128, 64), "4 x 32 heads of 4k, no bias: 2.53 ms, 64 x 64 takes 2.64"),
-    _rule("dkdv", 128, 2, _tile(32, 64, 4, 2, None, 160), "full bias 4k: 0.932 ms, 64 x 64 takes 1.14"),
-    _rule(
-        "dkdv", 256, 2, _tile(32, 128, 8, 2, None, 144), "D 192, Dv 128, 4k: 1.07 ms, next best 1.62", max_columns=384
-    ),
-    _rule("dkdv", 256, 2, _tile(64, 32, 4, 1, None, 464), "2 x 16 heads of 4k, D 256: 5.83 ms, 32 x 64 takes 6.06"),
-    _rule("dkdv", 256, 2, _tile(16, 32, 8, 1), "fits 99 KiB of shared memory"),
+    _rule("dkdv", 32, 2, _tile(32, 128, 8, 3), "64 x 64 spills 40 bytes", dense_only=True, **_ROOMY),
+    _rule("dkdv", 32, 2, _tile(64, 64, 4, 2), "255 registers on sm_80", **_ROOMY),
+    _rule("dkdv", 32, 2, _tile(32, 128, 8, 1), "64 x 128 spills 8 bytes"),
+    _rule("dkdv", 64, 2, _tile(32, 64, 4, 2, 248), "64 x 64: 56 on sm_90", dense_only=True, capability=90, **_ROOMY),
+    _rule("dkdv", 64, 2, _tile(32, 64, 4, 2, 248), "uncapped: 8 on sm_100", dense_only=True, capability=100, **_ROOMY),
+    _rule("dkdv", 64, 2, _tile(128, 32, 8, 2), "32 x 64 spills 16 bytes", dense_only=True, **_ROOMY),
+    _rule("dkdv", 64, 2, _tile(32, 64, 4, 3), "255 registers on sm_80", **_ROOMY),
+    _rule("dkdv", 64, 2, _tile(32, 64, 8, 1), "64 x 32 spills 256 bytes on sm_90", capability=90),
+    _rule("dkdv", 64, 2, _tile(32, 64, 8, 1), "64 x 32 spills 256 bytes on sm_100", capability=100),
+    _rule("dkdv", 64, 2, _tile(64, 32, 8, 2), "with 4 warps 168 bytes spilled, 128 x 32 8"),
+    _rule("dkdv", 128, 2, _tile(32, 32, 8, 2), "32 x 64: 56 on sm_90", dense_only=True, capability=90, **_ROOMY),
+    _rule("dkdv", 128, 2, _tile(32, 64, 8, 2), "with a bias 56 bytes on sm_90", capability=90, **_ROOMY),
+    _rule("dkdv", 128, 2, _tile(16, 32, 8, 1), "32 x 32 spills 32 bytes on sm_90", capability=90),
+    _rule("dkdv", 128, 2, _tile(32, 64, 8, 1, 248), "in two stages 104 bytes on sm_100", capability=100),
+    _rule("dkdv", 128, 2, _tile(32, 64, 8, 2), "with 4 warps 16 bytes spilled", **_ROOMY),
+    _rule("dkdv", 128, 2, _tile(32, 64, 8, 1), "in two stages 16 bytes spilled"),
+    _rule("dkdv", 256, 2, _tile(32, 32, 8, 2), "64 x 32 with 4 warps spills 648 bytes", **_ROOMY),
+    _rule("dkdv", 256, 2, _tile(16, 16, 8, 1), "16 x 32 spills 304 bytes on sm_90", capability=90, crowded=True),
+    _rule("dkdv", 256, 2, _tile(16, 16, 8, 1), "16 x 32 spills 272 bytes on sm_100", capability=100, crowded=True),
+    _rule("dkdv", 256, 2, _tile(16, 32, 8, 1), "32 x 32 spills 104 bytes"),
     # ----------------------------------------------------------------------------------------------------- dq, 16 bits
-    _rule("dq", 32, 2, _tile(64, 64, 4, 3, 128), "512 x 4 heads of 512: 0.415 ms, uncapped 0.451", dense_only=True),
-    _rule("dq", 32, 2, _tile(64, 64, 4, 3), "16 x 8 heads, 100 over 16k, mask: 0.244 ms, capped 0.248"),
-    _rule("dq", 64, 2, _tile(128, 64, 8, 3, 128, 64), "4 x 32 heads of 4k, no bias: 1.36 ms, 64 x 64 takes 1.46"),
-    _rule("dq", 64, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dq", 128, 2, _tile(64, 64, 4, 2, None, 8), "1 x 16 heads of 16k, causal: 2.97 ms, 128 x 64 takes 3.40"),
-    _rule("dq", 128, 2, _tile(64, 32, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dq", 256, 2, _tile(128, 64, 8, 1, None, 232), "2 x 16 heads of 4k, D 256: 1.79 ms, 64 x 64 takes 1.95"),
-    _rule("dq", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
-    _rule("dq", 256, 2, _tile(32, 32, 4, 1), "fits 99 KiB of shared memory"),
-    _rule("dq_from_ds", 64, 2, _tile(128, 64, 4, 4), "full bias 2k: 0.147 ms, 64 x 64 takes 0.150"),
-    _rule("dq_from_ds", 128, 2, _tile(128, 128, 8, 3, None, 32), "full bias 4k: 0.158 ms, 128 x 64 with 4 warps 0.159"),
+    _rule("dq", 32, 2, _tile(64, 64, 4, 3, 248), "uncapped 8 bytes spilled", dense_only=True, **_ROOMY),
+    _rule("dq", 32, 2, _tile(64, 64, 4, 3), "178 registers on sm_80", **_ROOMY),
+    _rule("dq", 32, 2, _tile(64, 64, 8, 1), "128 x 64 spills 32 bytes"),
+    _rule("dq", 64, 2, _tile(128, 64, 8, 2, 248), "uncapped: 8 on sm_100", dense_only=True, capability=100, **_ROOMY),
+    _rule("dq", 64, 2, _tile(128, 64, 8, 2), "64 x 64 with 4 warps spills 8 bytes", dense_only=True, **_ROOMY),
+    _rule("dq", 64, 2, _tile(128, 64, 8, 3), "255 registers on sm_80", **_ROOMY),
+    _rule("dq", 64, 2, _tile(128, 32, 8, 1, 248), "uncapped: 8 on sm_100", capability=100),
+    _rule("dq", 64, 2, _tile(128, 32, 8, 1), "128 x 64 spills 128 bytes"),
+    _rule("dq", 128, 2, _tile(64, 64, 8, 2), "with 4 warps 56 bytes spilled", dense_only=True, **_ROOMY),
+    _rule("dq", 128, 2, _tile(64, 64, 4, 2), "255 registers on sm_80", **_ROOMY),
+    _rule("dq", 128, 2, _tile(64, 32, 8, 2), "64 x 64 with 8 warps spills 64 bytes, 64 x 32 with 4 16"),
+    _rule("dq", 256, 2, _tile(32, 32, 8, 1), "64 x 32 spills 296 bytes on sm_90", capability=90, **_ROOMY),
+    _rule("dq", 256, 2, _tile(64, 32, 8, 1), "with 4 warps 80 bytes spilled", **_ROOMY),
+    _rule("dq", 256, 2, _tile(16, 32, 8, 1), "32 x 32 spills 376 bytes on sm_90", capability=90),
+    _rule("dq", 256, 2, _tile(16, 32, 8, 1), "32 x 32 spills 304 bytes on sm_100", capability=100, crowded=True),
+    _rule("dq", 256, 2, _tile(32, 32, 8, 1), "64 x 32 spills 24 bytes"),
+    _rule("dq_from_ds", 64, 2, _tile(128, 64, 4, 4, 248), "uncapped: 8 on sm_100", capability=100),
+    _rule("dq_from_ds", 64, 2, _tile(128, 64, 4, 4), "H200, full bias 2k: 0.147 ms, 64 x 64 takes 0.150"),
+    _rule("dq_from_ds", 128, 2, _tile(128, 64, 8, 3), "with 4 warps 8 bytes spilled, causal 288"),
     _rule("dq_from_ds", 128, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dq_from_ds", 256, 2, _tile(128, 64, 8, 3), "2 x 8 heads of 2k, D 256: 0.065 ms, 64 x 64 takes 0.088"),
-    _rule("dq_from_ds", 256, 2, _tile(64, 64, 4, 2), "fits 163 KiB of shared memory"),
+    _rule("dq_from_ds", 256, 2, _tile(128, 64, 8, 2), "64 x 64 with 4 warps spills 32 bytes", **_ROOMY),
+    _rule("dq_from_ds", 256, 2, _tile(64, 128, 8, 1), "128 x 64 spills 24 bytes"),
     # -------------------------------------------------------------------------------------------------- dbias, 16 bits
-    _rule("dbias", 32, 2, _tile(64, 64, 4, 3, 168), "512 x 4 heads of 512: 0.339 ms, uncapped 0.352"),
-    _rule("dbias", 64, 2, _tile(64, 64, 4, 3, None, 24), "16 x 12 heads of 1k: 0.187 ms, 128 x 64 takes 0.217"),
-    _rule("dbias", 64, 2, _tile(64, 64, 4, 2), "fits 99 KiB of shared memory"),
-    _rule("dbias", 128, 2, _tile(128, 64, 8, 2, None, 56), "4 x 8 heads of 2k: 0.311 ms, 64 x 64 takes 0.390"),
-    _rule("dbias", 128, 2, _tile(64, 64, 4, 1), "fits 163 KiB of shared memory"),
-    _rule("dbias", 256, 2, _tile(128, 64, 8, 1, None, 456), "4 x 8 heads of 2k, D 256: 0.637 ms, 64 x 64 takes 0.918"),
-    _rule("dbias", 256, 2, _tile(64, 32, 4, 1), "fits 163 KiB of shared memory"),
-    # --------------------------------------- float32 on Hopper (2 x 8 heads of 2k with a bias, six bfloat16 passes)
-    _rule("forward", 64, 4, _tile(64, 64, 4, 1, None, 96), "0.355 ms, 128 x 64 takes 0.367", capability=90),
-    _rule("forward", 128, 4, _tile(64, 32, 4, 2, None, 160), "0.699 ms, 128 x 32 takes 0.752", capability=90),
-    _rule("forward", 256, 4, _tile(128, 16, 8, 1, None, 672), "2.51 ms, 64 x 32 takes 3.13", capability=90),
-    _rule("dkdv", 64, 4, _tile(64, 128, 8, 1, None, 288), "0.619 ms, 32 x 64 takes 0.678", capability=90),
-    _rule("dkdv", 128, 4, _tile(16, 64, 4, 1, None, 608), "2.11 ms, 32 x 64 takes 2.61", capability=90),
-    _rule("dkdv", 256, 4, _tile(16, 16, 4, 1, None, 608), "10.4 ms, 16 x 64 takes 20.3", capability=90),
-    _rule("dq", 64, 4, _tile(64, 64, 4, 1, None, 160), "0.453 ms, 64 x 32 takes 0.532", capability=90),
-    _rule("dq", 128, 4, _tile(64, 16, 4, 1, None, 320), "1.34 ms, 64 x 32 takes 1.43", capability=90),
-    _rule("dq", 256, 4, _tile(64, 16, 4, 1, None, 1664), "5.05 ms, 16 x 16 takes 8.35", capability=90),
-    _rule("dbias", 64, 4, _tile(64, 64, 4, 1, None, 168), "0.433 ms, 64 x 32 takes 0.583", capability=90),
-    _rule("dbias", 128, 4, _tile(64, 32, 4, 1, None, 672), "1.27 ms, 64 x 16 takes 1.90", capability=90),
+    _rule("dbias", 32, 2, _tile(64, 64, 4, 3), "252 registers on sm_80", **_ROOMY),
+    _rule("dbias", 32, 2, _tile(64, 64, 8, 1), "128 x 64 with 4 warps spills 464 bytes"),
+    _rule("dbias", 64, 2, _tile(128, 64, 8, 2), "64 x 64 with 4 warps spills 24 bytes", **_ROOMY),
+    _rule("dbias", 64, 2, _tile(128, 32, 8, 1), "64 x 64 spills 8 bytes"),
+    _rule("dbias", 128, 2, _tile(64, 32, 4, 2), "64 x 64 spills 416 bytes", **_ROOMY),
+    _rule("dbias", 128, 2, _tile(64, 32, 8, 1, 248), "uncapped: 16 on sm_100", capability=100, crowded=True),
+    _rule("dbias", 128, 2, _tile(64, 32, 8, 1), "64 x 64 spills 504 bytes"),
     _rule(
-        "dbias",
-        256,
-        4,
-        _tile(64, 16, 4, 1, None, 1600),
-        "12.0 ms; everything smaller takes 100 and more",
-        capability=90,
+        "dbias", 256, 2, replace(_tile(32, 64, 8, 1), keeps_sides=True), "with 4 warps 24 bytes spilled, 64 x 32 424"
     ),
-    _rule("dq_from_ds", 64, 4, _tile(128, 32, 4, 2), "0.201 ms, 32 x 32 takes 0.255", capability=90),
-    # ----------------------------------------- float32 elsewhere (three TF32 passes): the largest tiles without spills
-    _rule("forward", 64, 4, _tile(64, 32, 4, 1), "255 registers on sm_80; 64 x 64 spills 856 bytes"),
-    _rule("forward", 128, 4, _tile(16, 32, 4, 1), "32 x 64 spills 392 bytes"),
-    _rule("forward", 256, 4, _tile(16, 32, 8, 1, None, 64), "operands of 1 KiB a row"),
-    _rule("dkdv", 64, 4, _tile(32, 32, 4, 1, None, 32), "255 registers on sm_80; 32 x 64 spills 496 bytes"),
-    _rule("dkdv", 128, 4, _tile(16, 32, 8, 1, None, 64), "four split products of 128 columns"),
-    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1, None, 256), "operands of 1 KiB a row"),
-    _rule("dq", 64, 4, _tile(32, 32, 4, 1, None, 32), "254 registers on sm_80; 64 x 32 spills 472 bytes"),
-    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "64 x 16 spills 312 bytes"),
-    _rule("dq", 256, 4, _tile(16, 16, 8, 1, None, 256), "operands of 1 KiB a row"),
-    _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "one split product"),
-    _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "operands of 1 KiB a row"),
-    _rule("dbias", 64, 4, _tile(32, 32, 4, 1), "255 registers on sm_80; 64 x 32 spills 32 bytes"),
-    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "two split products of 128 columns"),
-    _rule("dbias", 256, 4, _tile(16, 16, 8, 1, None, 256), "operands of 1 KiB a row"),
+    # ------------------------------------------------------- float32 on Hopper (six bfloat16 passes), spills on sm_90
+    _rule("forward", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
+    _rule("forward", 128, 4, _tile(32, 32, 8, 1), "255 registers", capability=90),
+    _rule("dkdv", 32, 4, _tile(32, 64, 8, 1), "32 x 32 spills 24 bytes", capability=90),
+    _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "32 x 64 spills 16 bytes", capability=90),
+    _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 56 bytes", capability=90),
+    _rule("dq", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
+    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "8 bytes spilled, 16 with a mask of keys; no tile none", capability=90),
+    _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 16 bytes", capability=90),
+    _rule("dq_from_ds", 64, 4, _tile(64, 32, 4, 2), "212 registers", capability=90),
+    # ---------------------------------------------------------------------------- float32 (elsewhere three TF32 passes)
+    _rule("forward", 64, 4, _tile(64, 32, 4, 1), "64 x 64 spills 856 bytes", **_ROOMY),
+    _rule("forward", 64, 4, _tile(32, 64, 8, 1), "64 x 32 spills 8 bytes"),
+    _rule("forward", 128, 4, _tile(32, 32, 8, 1), "32 x 64 with 4 warps spills 392 bytes"),
+    _rule("forward", 256, 4, _tile(16, 16, 8, 1), "8 bytes spilled with a bias, 16 x 32 16"),
+    _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "with 4 warps 32 bytes spilled"),
+    _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 120 bytes"),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "152 bytes spilled, 32 x 16 312"),
+    _rule("dq", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 8 bytes"),
+    _rule("dq", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 8 bytes"),
+    _rule("dq", 256, 4, _tile(16, 16, 8, 1), "80 bytes spilled, 16 x 32 240"),
+    _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "232 registers on sm_80"),
+    _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
+    _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 with 4 warps spills 32 bytes, with 8 24"),
+    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
+    _rule("dbias", 256, 4, _tile(16, 32, 8, 1, 248), "496 bytes spilled, 16 x 64 576, 16 x 16 1512"),
 )
 
 
@@ -187,14 +226,15 @@ def choose_tile(facts: Facts) -> tuple[TileConfig, str]:
     Raises:
         LookupError: no rule fits; names the nearest one.
     """
-    table = tables.active(facts.gpu)
+    table = tables.active(facts.gpu, facts.capability)
     row = table.find(facts) if table else None
     if table and row:
-        tile = TileConfig(**row.tile)
-        if shared_bytes(facts, tile) <= facts.shared_memory:
-            return tile, row.why(table.gpu)
-    tile, why = choose_rule(facts)
-    return (tile if facts.capability == 90 else uncapped(tile)), why
+        for i, fields in enumerate(row.tiles):
+            tile = TileConfig(**fields)
+            if shared_bytes(facts, tile) <= facts.shared_memory:
+                why = f"{row.why(table.gpu)}; a smaller one fits" if i else row.why(table.gpu)
+                return (uncapped(tile) if facts.is_unaligned else tile), why
+    return choose_rule(facts)
 
 
 def choose_rule(facts: Facts) -> tuple[TileConfig, str]:
@@ -207,7 +247,9 @@ def choose_rule(facts: Facts) -> tuple[TileConfig, str]:
     for rule in RULES:
         if rule.kernel != facts.kernel or rule.itemsize != facts.itemsize or rule.max_width < facts.width:
             continue
-        if (rule.dense_only and not facts.has_dense) or facts.columns > rule.max_columns:
+        if (rule.dense_only and not facts.has_dense) or rule.crowded not in (None, facts.is_crowded):
+            continue
+        if facts.columns > rule.max_columns:
             continue
         if rule.capability not in (None, facts.capability):
             continue
@@ -222,7 +264,7 @@ def choose_rule(facts: Facts) -> tuple[TileConfig, str]:
 
 
 def uncapped(tile: TileConfig) -> TileConfig:
-    """The tile without its register cap. Those of rules were measured on Hopper with 16-byte loads; else they spill."""
+    """The tile without its register cap: those of tables were measured with loads of 16 bytes, else they spill."""
     return tile if tile.registers is None else replace(tile, registers=None)
 
 
@@ -230,8 +272,10 @@ def shrink(tile: TileConfig, M: int, N: int) -> TileConfig:
     """No side longer than the power of two that holds its axis: a sequence of 20 does not pay for 64 rows."""
     block_m = min(tile.block_m, max(16, _power_of_two(M)))
     block_n = min(tile.block_n, max(16, _power_of_two(N)))
-    if (block_m, block_n) == (tile.block_m, tile.block_n):
+    if tile.keeps_sides or (block_m, block_n) == (tile.block_m, tile.block_n):
         return tile
+    if tile.keeps_warps:
+        return replace(tile, block_m=block_m, block_n=block_n)
     return replace(tile, block_m=block_m, block_n=block_n, warps=min(tile.warps, 4), registers=None)
 
 

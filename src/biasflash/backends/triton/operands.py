@@ -40,8 +40,8 @@ class Device:
 
 @cache
 def device_facts(device: torch.device) -> Device:
-    if device.type != "cuda" or not torch.cuda.is_available():  # interpreted or only explained: an H200's figures
-        return Device(shared_memory=232448, multiprocessors=132)
+    if device.type != "cuda" or not torch.cuda.is_available():  # interpreted or only explained: as on an H200
+        return Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
     found = torch.cuda.get_device_properties(device)
     return Device(
         shared_memory=getattr(found, "shared_memory_per_block_optin", 65536),
@@ -226,7 +226,7 @@ class Operands:
         return any(t.kind == "keep" and v.strides[-2] == 0 for t, v in views)
 
     @cached_property
-    def _has_unaligned_plane(self) -> bool:
+    def has_unaligned_plane(self) -> bool:
         """Whether some bias or mask that varies along both axes is read element by element."""
         return any(v.vec <= 1 and v.is_plane for v in self.term_views)
 
@@ -317,13 +317,14 @@ class Operands:
             itemsize=p.dtype.itemsize,
             has_dense=self.has_dense,
             bias_itemsize=self._plane_bytes,
+            is_unaligned=self.has_unaligned_plane,
+            is_padded=held != [p.D, p.Dv],
+            hides_pairs=self.constants["HAS_KEEP"] or self.constants["IS_CAUSAL"],
             shared_memory=self.device.shared_memory,
             capability=self.device.capability,
             gpu=self.device.gpu,
         )
         tile, why = config.choose_tile(facts)
-        if self._has_unaligned_plane:
-            tile = config.uncapped(tile)
         return config.shrink(tile, p.M, p.N), why
 
     def launch(

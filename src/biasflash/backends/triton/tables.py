@@ -1,7 +1,9 @@
 """Tables of measured tiles: one JSON file a GPU, written by ``biasflash tune``, read when a call is first planned.
 
-A table is keyed like a rule. It is found by the GPU's name among the files that ship with the package, or named by the
-environment variable ``BIASFLASH_TILES`` (a path, or ``off``) or by ``use``. Without one, the rules of ``config`` apply.
+A table is keyed like a rule. It is found among the files that ship with the package, by the GPU's name or else by its
+compute capability, or named by the environment variable ``BIASFLASH_TILES`` (a path, or ``off``) or by ``use``. Without
+one, the rules of ``config`` apply. Their tiles spill no registers, but for wide heads in float32; those of a table may,
+where that was faster.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +28,8 @@ WIDTHS = (32, 64, 128, 256)
 #: D 192 with Dv 128 (both padded: 256 + 128) has rows of its own; no other mixture of widths has
 MIXED_COLUMNS = 384
 SHIPPED = Path(__file__).parent / "tables"
+RULES_TILE = "the rule's tile"
+TILE = ("block_m", "block_n", "warps", "stages", "registers", "spill_bytes")
 
 
 class Facts(Protocol):
@@ -72,7 +76,11 @@ def key_of(facts: Facts) -> Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A tile and what it was measured on: workload -> (its milliseconds, those of the rule's tile)."""
+    """A tile and what it was measured on: workload -> (its milliseconds, those of ``against``).
+
+    ``spill_bytes`` is what a thread spills in the variants that were looked at; others may spill more. ``smaller``: for
+    calls whose biases leave less shared memory, in order, as ``TILE`` names their fields.
+    """
 
     key: Key
     block_m: int
@@ -82,16 +90,22 @@ class Row:
     registers: int | None = None
     spill_bytes: int = 0
     measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    against: str = RULES_TILE  # whose milliseconds are the second ones
+    smaller: tuple[tuple[int | None, ...], ...] = ()
 
     @property
     def tile(self) -> dict[str, Any]:
         """Fields of a ``config.TileConfig``."""
-        names = ("block_m", "block_n", "warps", "stages", "registers", "spill_bytes")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in TILE}
+
+    @property
+    def tiles(self) -> list[dict[str, Any]]:
+        """``tile`` and the smaller ones; the first that fits shared memory is taken."""
+        return [self.tile, *(dict(zip(TILE, fields, strict=True)) for fields in self.smaller)]
 
     def why(self, gpu: str) -> str:
         """The reason for the tile, as ``explain`` shows it."""
-        figures = [f"{name} {ms:.3g} ms, the rule's tile {rule:.3g}" for name, (ms, rule) in self.measured.items()]
+        figures = [f"{name} {ms:.3g} ms, {self.against} {other:.3g}" for name, (ms, other) in self.measured.items()]
         return f"table of {gpu}: {'; '.join(figures)}"
 
 
@@ -99,7 +113,7 @@ class Row:
 class Table:
     """Measured tiles of one GPU. ``kept`` are the keys where the rule's own tile stood: workload -> milliseconds."""
 
-    gpu: str
+    gpu: str  # its name, as reasons say it
     capability: int
     rows: Mapping[Key, Row]
     kept: Mapping[Key, Mapping[str, float]] = field(default_factory=dict)
@@ -127,6 +141,10 @@ def dump(table: Table) -> str:
     rows = []
     for _, row in sorted(table.rows.items()):
         shown = asdict(row.key) | row.tile | {"measured": {name: list(ms) for name, ms in row.measured.items()}}
+        if row.against != RULES_TILE:
+            shown["against"] = row.against
+        if row.smaller:
+            shown["smaller"] = list(row.smaller)
         rows.append(json.dumps(shown))
     kept = [json.dumps(asdict(key) | {"measured": dict(ms)}) for key, ms in sorted(table.kept.items())]
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
@@ -140,8 +158,9 @@ def _key(entry: dict[str, Any]) -> Key:
 
 
 def _row(entry: dict[str, Any]) -> Row:
-    measured = {name: (float(ms), float(rule)) for name, (ms, rule) in entry.pop("measured").items()}
-    return Row(key=_key(entry), measured=measured, **entry)
+    measured = {name: (float(ms), float(other)) for name, (ms, other) in entry.pop("measured").items()}
+    smaller = tuple(map(tuple, entry.pop("smaller", ())))
+    return Row(key=_key(entry), measured=measured, smaller=smaller, **entry)
 
 
 def parse(text: str, name: str = "the text") -> Table:
@@ -229,14 +248,25 @@ def shipped(gpu: str) -> Table | None:
 
 
 @cache
+def alike(capability: int) -> Table | None:
+    """The shipped table of another GPU of this compute capability, the first by file name; its ``gpu`` says so."""
+    for path in sorted(SHIPPED.glob("*.json")):
+        table = read(path)
+        if table.capability == capability:
+            return replace(table, gpu=f"{table.gpu}, the same compute capability")
+    return None
+
+
+@cache
 def _named(path: str) -> Table:
     return read(path)
 
 
-def active(gpu: str | None = None) -> Choices | None:
-    """What tiles come from: ``using``, ``use``, ``BIASFLASH_TILES``, or the shipped table of ``gpu``; None: the rules.
+def active(gpu: str | None = None, capability: int | None = None) -> Choices | None:
+    """What tiles come from: ``using``, ``use``, ``BIASFLASH_TILES``, or a shipped table; None: the rules.
 
-    ``gpu`` is a name as torch gives it; None takes the current GPU's.
+    A shipped table is that of ``gpu``, a name as torch gives it (None: the current GPU's; empty: there is none), else
+    that of another GPU of the same ``capability`` (None: the current GPU's where that is asked for its name).
 
     Raises:
         ValueError: ``BIASFLASH_TILES`` names a file that holds no table.
@@ -249,4 +279,9 @@ def active(gpu: str | None = None) -> Choices | None:
     # a plan without a GPU at hand must not start CUDA by asking for its name
     if gpu is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gpu = torch.cuda.get_device_name()
-    return shipped(gpu) if gpu else None
+        if capability is None:
+            major, minor = torch.cuda.get_device_capability()
+            capability = 10 * major + minor
+    if not gpu:
+        return None
+    return shipped(gpu) or (None if capability is None else alike(capability))

@@ -9,11 +9,11 @@ from typing import Any
 
 import triton
 
-from biasflash.backends.triton import windows
+from biasflash.backends.triton import tables, windows
 from biasflash.backends.triton.geometry import View
-from biasflash.backends.triton.operands import Launch, Operands, Slot
+from biasflash.backends.triton.operands import Device, Launch, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe, add_chunks
-from biasflash.backends.triton.window_rules import RULES, WindowRule
+from biasflash.backends.triton.window_rules import MEASURED, RULES, WindowRule
 from biasflash.problem import Term
 
 WHOLE = 128  # longest sequence in one tile; beyond, keys are a tile of that many and a tail (``window_long_plan``)
@@ -30,21 +30,34 @@ def side(length: int) -> int:
     return max(16, int(triton.next_power_of_2(length)))
 
 
+def rules(device: Device) -> tuple[WindowRule, ...]:
+    """What a device's windows take the first match of: measured tiles come with the table that is in force."""
+    table = tables.active(device.gpu, device.capability)
+    return (*MEASURED, *RULES) if getattr(table, "capability", None) == device.capability else RULES
+
+
 def choose(ops: Operands, kernel: str) -> WindowRule | None:
     """The first rule of ``kernel`` for this call, its tile no larger than the sequences; None where there is none."""
-    p, c = ops.problem, ops.constants
-    queries, keys, width = side(p.M), side(p.N), max(c["BLOCK_D"], c["BLOCK_DV"])
-    for rule in RULES:
-        if rule.kernel != kernel or rule.itemsize != p.dtype.itemsize:
+    p, capability = ops.problem, ops.device.capability
+    queries, keys = side(p.M), side(p.N)
+    for rule in rules(ops.device):
+        if rule.kernel != kernel or rule.itemsize != p.dtype.itemsize or rule.capability not in (None, capability):
             continue
-        if queries > rule.queries or keys > rule.keys or width > rule.width:
-            continue
-        if rule.capability not in (None, ops.device.capability):
-            continue
-        fitted = _in_memory(ops, _fitted(rule, queries, keys, ops.device.capability), queries, keys)
-        if fitted is not None:
-            return fitted
+        if queries <= rule.queries and keys <= rule.keys and _serves(rule, ops):
+            fitted = _in_memory(ops, _fitted(rule, queries, keys), queries, keys)
+            if fitted is not None:
+                return fitted
     return None
+
+
+def _serves(rule: WindowRule, ops: Operands) -> bool:
+    """Whether the rule is for such heads and sequences."""
+    held = ops.constants["BLOCK_D"], ops.constants["BLOCK_DV"]
+    p = ops.problem
+    if max(held) > rule.width or (rule.exact and held != (p.D, p.Dv)):
+        return False
+    is_whole = side(p.M) == p.M and side(p.N) == p.N and not ops.has_unaligned_plane
+    return is_whole or not rule.whole
 
 
 def _in_memory(ops: Operands, rule: WindowRule, queries: int, keys: int) -> WindowRule | None:
@@ -73,18 +86,22 @@ def _in_memory(ops: Operands, rule: WindowRule, queries: int, keys: int) -> Wind
     return None
 
 
-def _fitted(rule: WindowRule, queries: int, keys: int, capability: int) -> WindowRule:
-    """The rule with its tile cut to the sequence: a warp for 16 rows, and as many more programs.
+def _fitted(rule: WindowRule, queries: int, keys: int) -> WindowRule:
+    """The rule with its tile cut to the sequence: as many rows for a warp, and as many more programs.
 
-    Backward counts keys too, the rows of dk and dv. Register caps hold where they were measured.
+    Backward counts keys too, the rows of dk and dv. Register caps are those of whole tiles.
     """
     tile = rule.tile
     block_m, block_n = min(tile.block_m, queries), min(tile.block_n, keys)
-    rows = {"backward": max(block_m, block_n), "long dkdv": block_n}.get(rule.kernel, block_m)
-    warps = min(tile.warps, rows // 16)
-    registers = tile.registers if capability == 90 and (block_m, block_n) == (tile.block_m, tile.block_n) else None
+    full, rows = (_rows(rule.kernel, *sides) for sides in ((tile.block_m, tile.block_n), (block_m, block_n)))
+    warps = max(1, tile.warps * rows // full)
+    registers = tile.registers if (block_m, block_n) == (tile.block_m, tile.block_n) else None
     tile = replace(tile, block_m=block_m, block_n=block_n, warps=warps, registers=registers)
     return replace(rule, tile=tile, programs=rule.programs * rule.tile.warps // warps)
+
+
+def _rows(kernel: str, block_m: int, block_n: int) -> int:
+    return {"backward": max(block_m, block_n), "long dkdv": block_n}.get(kernel, block_m)
 
 
 def is_window(ops: Operands) -> bool:
