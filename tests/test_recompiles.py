@@ -8,6 +8,7 @@ axis, so lengths start there.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -219,6 +220,22 @@ def compare(one: Problem, other: Problem) -> dict[str, set[str]]:
     pairs = zip(keys_of(one), keys_of(other), strict=True)
     found = {kernel_of(a): differing(a, b) for a, b in pairs}
     return {kernel: names for kernel, names in found.items() if names}
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("bias", "mask"), [("1HMN", ""), ("BHMN", ""), ("", "BHMN"), ("1HMN", "B11N")])
+def test_gpus_without_a_table_compile_for_all_lengths_too(
+    bias: str, mask: str, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rules have other tiles for rows that are not in steps of 16 bytes."""
+    shared = 166912 if capability == 80 else 101376 if capability == 89 else 232448
+    device = Device(shared_memory=shared, multiprocessors=132, capability=capability, gpu="")
+    monkeypatch.setattr(sys.modules[__name__], "H200", device)
+    for lengths in ((1000, 1001, 333, 1004, 2047), (1001, 1000, 1004)):
+        first, *later = new_kernels(lengths, bias=bias, mask=mask, dtype=dtype)
+        assert first
+        assert later == [[]] * len(later)
 
 
 def test_a_shared_bias_that_outgrows_the_cache_turns_the_order_of_programs() -> None:

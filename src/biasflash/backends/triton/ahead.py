@@ -39,8 +39,10 @@ VARIABLE = "BIASFLASH_AHEAD"
 MOST_WORKERS = 8
 #: kernels that only some lengths of a call need: sums of key pieces and of a bias gradient's chunks, a bias copied
 PARTS = ("merge_kernel", "add_chunks_kernel", "align_rows_kernel")
-#: constants by which lengths differ for another reason than those above: tiles that shrink, a bias outgrows the cache
-REGIME = ("BLOCK_M", "BLOCK_N", "SHORT_M", "SHORT_N", "ORDER")
+#: constants by which lengths differ for another reason than those above: one tile holds an axis, a bias outgrows the cache
+REGIME = ("SHORT_M", "SHORT_N", "ORDER")
+#: tiles shrink with an axis up to here; above, they differ where rows that are not aligned have a rule of their own
+LONGEST_TILE = 128
 #: a length at which every tile has its full size and the sum of a shared bias's gradient is cut into most chunks
 SHORT = 256
 #: keys that come in many pieces, if they come in pieces at all
@@ -121,10 +123,11 @@ def _edges(problem: Problem, rule: SplitRule) -> tuple[int, int, int]:
     return enough - 16, enough, max(enough, MANY_PIECES)
 
 
-def _kinds(recipe: Recipe) -> set[tuple[object, ...]]:
-    """Kernels without ``PARTS``, their tiles, and the order of their programs."""
+def _kinds(recipe: Recipe, length: int) -> set[tuple[object, ...]]:
+    """Kernels without ``PARTS``, the order of their programs, and the tiles of short lengths."""
     launches = [launch for launch in recipe.launches if launch.kernel.__name__ not in PARTS]
-    return {(x.kernel.__module__, x.kernel.__name__, *map(x.arguments.get, REGIME)) for x in launches}
+    names = REGIME if length > LONGEST_TILE else (*REGIME, "BLOCK_M", "BLOCK_N")
+    return {(x.kernel.__module__, x.kernel.__name__, *map(x.arguments.get, names)) for x in launches}
 
 
 def _packages(recipe: Recipe) -> set[str]:
@@ -138,8 +141,9 @@ def others(recipe: Recipe, problem: Problem, precision: str, facts: Facts, plan:
     None for windows, as a model has one length of them. Nor where a tensor starts between multiples of 16 bytes:
     stand-ins do not.
     """
-    p, kinds = problem, _kinds(recipe)
-    if p.N == 1 or not all(facts[2]) or any("window" in str(kind) for kind in kinds):
+    p = problem
+    is_window = any("window" in launch.kernel.__name__ for launch in recipe.launches)
+    if p.N == 1 or not all(facts[2]) or is_window:
         return
 
     def planned(length: int) -> tuple[Problem, Recipe]:
@@ -158,7 +162,8 @@ def others(recipe: Recipe, problem: Problem, precision: str, facts: Facts, plan:
         tensors = meta_tensors(other, found)
         yield from ((launch, tensors) for launch in found.launches if launch.kernel.__name__ in PARTS)
     for other, found in map(planned, sorted(lengths - {p.N})):
-        if _kinds(found) == kinds or _packages(found) != _packages(recipe):
+        shorter = min(p.N, other.N)
+        if _kinds(found, shorter) == _kinds(recipe, shorter) or _packages(found) != _packages(recipe):
             tensors = meta_tensors(other, found)
             yield from ((launch, tensors) for launch in found.launches)
 
