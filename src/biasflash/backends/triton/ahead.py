@@ -39,7 +39,7 @@ VARIABLE = "BIASFLASH_AHEAD"
 MOST_WORKERS = 8
 #: kernels that only some lengths of a call need: sums of key pieces and of a bias gradient's chunks, a bias copied
 PARTS = ("merge_kernel", "add_chunks_kernel", "align_rows_kernel")
-#: constants by which lengths differ for another reason than those above: one tile holds an axis, a bias outgrows the cache
+#: constants by which lengths differ for another reason: one tile holds an axis, a bias outgrows the cache
 REGIME = ("SHORT_M", "SHORT_N", "ORDER")
 #: tiles shrink with an axis up to here; above, they differ where rows that are not aligned have a rule of their own
 LONGEST_TILE = 128
