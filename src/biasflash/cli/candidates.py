@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from biasflash.backends.triton.config import RULES, Facts, TileConfig, choose_rule, shared_bytes
-from biasflash.backends.triton.tables import Key, Row, alike, key_of, shipped
+from biasflash.backends.triton.tables import Key, Row, key_of, shipped_for
 from biasflash.testing.case import Bias, Case
 from biasflash.testing.workloads import WORKLOADS
 
@@ -187,7 +187,7 @@ def _steps(tile: TileConfig) -> Iterator[TileConfig]:
 
 def _shipped(facts: Facts) -> list[TileConfig]:
     """Tiles that the table of this GPU, or of one like it, has for the key: what a new run has to beat."""
-    table = (shipped(facts.gpu) or alike(facts.capability)) if facts.gpu else None
+    table = shipped_for(facts.gpu, facts.capability) if facts.gpu else None
     row = table.find(facts) if table else None
     return [plain(TileConfig(**fields)) for fields in row.tiles] if row else []
 

@@ -113,13 +113,13 @@ def _near(length: int) -> set[int]:
     """
     bases = {max(8, (length - 1) // 8 * 8), -(-length // 8) * 8}
     found = {base + more for base in bases for more in (0, 1, 4)}
-    return found | {-(-length // 256) * 256} if length > 128 else found
+    return found | {-(-length // 256) * 256} if length > LONGEST_TILE else found
 
 
 def _edges(problem: Problem, rule: SplitRule) -> tuple[int, int, int]:
     """Numbers of keys of a call that may share them out: just too few, enough, and enough for many pieces."""
     queries = problem.M if problem.M > 1 else problem.Hq // problem.Hkv  # grouped heads of one query are rows of a tile
-    enough = max(rule.least_keys, rule.keys_per_query * queries)
+    enough = rule.enough_keys(queries)
     return enough - 16, enough, max(enough, MANY_PIECES)
 
 

@@ -31,6 +31,10 @@ class SplitRule:
     piece_keys: int = 256  # at least: four tiles for each time that a query tile is loaded and its sums are stored
     scratch_bytes: int = 32 * 2**20  # stays in the L2 cache of an H200 (50 MB) until it is read again
 
+    def enough_keys(self, queries: int) -> int:
+        """From how many keys on so many queries share them out."""
+        return max(self.least_keys, self.keys_per_query * queries)
+
 
 RULE = SplitRule()
 
@@ -62,7 +66,7 @@ def choose_split(problem: Problem, tile: TileConfig, multiprocessors: int, rule:
     reach = p.N if p.causal_shift is None else min(p.N, max(0, p.M + p.causal_shift))  # keys that any query sees
     programs = triton.cdiv(p.M, tile.block_m) * p.batch_size * p.Hq
     wave = multiprocessors * min(rule.most_resident, resident(p, tile))
-    if programs >= rule.fill * wave or reach < max(rule.least_keys, rule.keys_per_query * p.M):
+    if programs >= rule.fill * wave or reach < rule.enough_keys(p.M):
         return None
     row_bytes = 4 * p.batch_size * p.Hq * p.M * (p.Dv + 2)
     wanted = math.ceil(rule.goal * wave / programs)

@@ -257,6 +257,11 @@ def alike(capability: int) -> Table | None:
     return None
 
 
+def shipped_for(gpu: str, capability: int | None) -> Table | None:
+    """The GPU's own shipped table, else that of another one of its compute capability, if that is known."""
+    return shipped(gpu) or (None if capability is None else alike(capability))
+
+
 @cache
 def _named(path: str) -> Table:
     return read(path)
@@ -282,6 +287,4 @@ def active(gpu: str | None = None, capability: int | None = None) -> Choices | N
         if capability is None:
             major, minor = torch.cuda.get_device_capability()
             capability = 10 * major + minor
-    if not gpu:
-        return None
-    return shipped(gpu) or (None if capability is None else alike(capability))
+    return shipped_for(gpu, capability) if gpu else None

@@ -19,6 +19,8 @@ class WindowRule:
     those that run on one multiprocessor at a time. ``hold`` names the kinds of terms whose tiles stay in registers
     where all windows of a program share them; others are read from memory (L1 or L2) for every window. Planes that
     are not aligned are held whatever their kind: read element by element they cost 32 loads a thread, and registers.
+    ``exact``: only heads as wide as the columns that hold them. ``whole``: only sequences that fill their tiles, whose
+    planes are aligned.
     """
 
     kernel: str
