@@ -8,7 +8,7 @@ there. With one strip the compiler sees what it would see without this file.
 import triton
 import triton.language as tl
 
-from biasflash.tile.memory import load_rows, load_seen_rows, plain, store_rows, wide_if
+from biasflash.tile.memory import load_rows, load_seen_rows, plain, row_pointers, store_rows, wide_if
 from biasflash.tile.products import operand
 
 
@@ -93,6 +93,46 @@ def dot_strips(a, b, PRECISION: tl.constexpr):
         left, right = operand(a[i], PRECISION), operand(b[i], PRECISION)
         product = tl.dot(left, tl.trans(right), product, input_precision=PRECISION)
     return product
+
+
+@triton.jit
+def load_columns(
+    base, at, start, rows, strides, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr
+):
+    """The columns ``at ... at + COLUMNS`` of rows of one head, ``[rows, COLUMNS]``; zero past WIDTH."""
+    NB: tl.constexpr = len(strides) - 3
+    if VEC > 0:
+        base += at
+    else:
+        base += wide_if(plain(strides[NB + 2]), WIDE) * at
+    pointers = row_pointers(base, start, rows, strides, COLUMNS, VEC, WIDE)
+    if WIDTH % COLUMNS:
+        return tl.load(pointers, mask=(at + tl.arange(0, COLUMNS) < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def dot_heads(
+    a, a_base, a_start, a_rows, a_strides, b, b_base, b_start, b_rows, b_strides,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, A_VEC: tl.constexpr, B_VEC: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``a b^T`` over the whole width of one head: ``[rows of a, rows of b]``, float32.
+
+    COLUMNS: where operands of the whole width do not fit the registers, that many columns of both are read again and
+    multiplied at a time, in a loop, from which the compiler cannot move them. 0: of the strips ``a`` and ``b``.
+    """
+    if COLUMNS:
+        product = tl.zeros([a_rows.shape[0], b_rows.shape[0]], tl.float32)
+        for at in tl.range(0, WIDTH, COLUMNS, num_stages=2):
+            left = load_columns(a_base, at, a_start, a_rows, a_strides, WIDTH, COLUMNS, A_VEC, WIDE)
+            right = load_columns(b_base, at, b_start, b_rows, b_strides, WIDTH, COLUMNS, B_VEC, WIDE)
+            left, right = operand(left, PRECISION), operand(right, PRECISION)
+            product = tl.dot(left, tl.trans(right), product, input_precision=PRECISION)
+        return product
+    else:
+        return dot_strips(a, b, PRECISION)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from biasflash.tile.softmax import (
 from biasflash.tile.span import key_span, place, query_span
 from biasflash.tile.strips import (
     add_dots,
-    dot_strips,
+    dot_heads,
     load_seen_strips,
     load_strips,
     row_products,
@@ -72,7 +72,7 @@ def dkdv_tile(
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr, SUM_COLUMNS: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile of one batch item and key head, see ``dkdv_kernel``."""
     k_start = tile * BLOCK_N
@@ -150,8 +150,12 @@ def dkdv_tile(
                         q_own = q_own & is_met_again(lse, flag)
                         reference = tl.where(q_own, extreme_reference(lse, flag), float("inf"))
                     dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
+                    s = dot_heads(
+                        k, k_base, k_at, k_rows, k_strides, q, q_base, q_at, q_rows, q_strides,
+                        D, COLUMNS, K_VEC, Q_VEC, WIDE, PRECISION,
+                    )  # [N, M]  # fmt: skip
                     y = score_tile(
-                        dot_strips(k, q, PRECISION), terms, (q_at + q_local)[None, :], (k_at + k_local)[:, None],
+                        s, terms, (q_at + q_local)[None, :], (k_at + k_local)[:, None],
                         k_own[:, None], scale, shift, FULL_TERMS if phase == 1 else TERMS, SCALED, IS_CAUSAL,
                         phase != 1,
                     )  # [N, M]  # fmt: skip
@@ -159,7 +163,10 @@ def dkdv_tile(
                     if WANT_DV:
                         acc_dv = add_dots(acc_dv, p.to(dout[0].dtype), dout, PRECISION)  # [N, Dv]
                     if WANT_DK or STORE_DS or SUM_COLUMNS:
-                        dp = dot_strips(v, dout, PRECISION)  # [N, M]
+                        dp = dot_heads(
+                            v, v_base, k_at, k_rows, v_strides, dout, dout_base, q_at, q_rows, dout_strides,
+                            DV, COLUMNS, V_VEC, DOUT_VEC, WIDE, PRECISION,
+                        )  # [N, M]  # fmt: skip
                         ds = score_grad_tile(p, dp, delta[None, :], HAS_KEEP)
                         if WANT_DK:
                             acc_dk = add_dots(acc_dk, ds.to(q[0].dtype), q, PRECISION)  # [N, D]
@@ -192,8 +199,8 @@ def dkdv_kernel(
     DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
     SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr,
-    HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a key tile, summed over the group of query heads that share it, in order.
 
@@ -220,8 +227,8 @@ def dkdv_kernel(
                             term_strides, M, N, heads, group, shift, rare_tiles, scale, lists_ptr, plane_strides, TERMS,
                             FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC,
                             DK_VEC, DV_VEC, DS_VEC, WANT_DK, WANT_DV, STORE_DS, SUM_COLUMNS, WIDE, EVEN_N, SHORT_M,
-                            SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, BLOCK_M, BLOCK_N,
-                            STAGES,
+                            SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, COLUMNS, BLOCK_M,
+                            BLOCK_N, STAGES,
                         )  # fmt: skip
     else:
         tile, b, kv_head = place(tl.program_id(0), tiles, batch, kv_heads, ORDER)
@@ -231,7 +238,7 @@ def dkdv_kernel(
             dk_strides, dv_strides, ds_strides, term_strides, M, N, heads, group, shift, rare_tiles, scale, lists_ptr,
             plane_strides, TERMS, FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC,
             DOUT_VEC, DK_VEC, DV_VEC, DS_VEC, WANT_DK, WANT_DV, STORE_DS, SUM_COLUMNS, WIDE, EVEN_N, SHORT_M, SHORT_N,
-            IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, BLOCK_M, BLOCK_N, STAGES,
+            IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, COLUMNS, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
 
 
@@ -247,8 +254,8 @@ def dq_tile(
     V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr, DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr,
     REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr,
-    HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one query tile of one batch item and head, see ``dq_kernel``."""
     tiles = tl.cdiv(M, BLOCK_M)
@@ -330,11 +337,18 @@ def dq_tile(
                 TERMS if phase else FULL_TERMS, WIDE, SHORT_N,
             )  # fmt: skip
             v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
+            s = dot_heads(
+                q, q_base, q_at, q_rows, q_strides, k, k_base, k_at, k_rows, k_strides,
+                D, COLUMNS, Q_VEC, K_VEC, WIDE, PRECISION,
+            )  # [M, N]  # fmt: skip
             y = score_tile(
-                dot_strips(q, k, PRECISION), terms, (q_at + q_local)[:, None], (k_at + k_local)[None, :], k_in[None, :],
+                s, terms, (q_at + q_local)[:, None], (k_at + k_local)[None, :], k_in[None, :],
                 scale, shift, TERMS if phase else FULL_TERMS, SCALED, IS_CAUSAL, phase != 0,
             )  # [M, N]  # fmt: skip
-            dp = dot_strips(dout, v, PRECISION)  # [M, N]
+            dp = dot_heads(
+                dout, dout_base, q_at, q_rows, dout_strides, v, v_base, k_at, k_rows, v_strides,
+                DV, COLUMNS, DOUT_VEC, V_VEC, WIDE, PRECISION,
+            )  # [M, N]  # fmt: skip
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 2)
             ds = score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
             acc_dq = add_dots(acc_dq, ds.to(k[0].dtype), k, PRECISION)  # [M, D]
@@ -355,8 +369,8 @@ def dq_kernel(
     DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr,
-    RARE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    RARE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, ORDER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k of a query tile, scores recomputed.
 
@@ -383,7 +397,7 @@ def dq_kernel(
                                 N, heads, group, shift, scale, lists_ptr, plane_strides, TERMS, FULL_TERMS, UNLISTED,
                                 LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, OUT_VEC, DQ_VEC,
                                 HAS_DLSE, REDO, WIDE, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP,
-                                HIDES_KEYS, PRECISION, TAIL, BLOCK_M, BLOCK_N, STAGES,
+                                HIDES_KEYS, PRECISION, COLUMNS, TAIL, BLOCK_M, BLOCK_N, STAGES,
                             )  # fmt: skip
     else:
         tile, b, h = place(tl.program_id(0), tiles, batch, heads, ORDER)
@@ -394,6 +408,6 @@ def dq_kernel(
             rare_ptr, dq_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
             term_strides, M, N, heads, group, shift, scale, lists_ptr, plane_strides, TERMS, FULL_TERMS, UNLISTED,
             LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, OUT_VEC, DQ_VEC, HAS_DLSE, REDO, WIDE,
-            EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, HIDES_KEYS, PRECISION, TAIL, BLOCK_M,
-            BLOCK_N, STAGES,
+            EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, HIDES_KEYS, PRECISION, COLUMNS, TAIL,
+            BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from biasflash.tile.memory import (
 from biasflash.tile.redo import any_flag, redo_share
 from biasflash.tile.score import score_grad_tile, score_tile
 from biasflash.tile.softmax import LOG2E, extreme_reference, probability, statistics_pitch
-from biasflash.tile.strips import dot_strips, load_strips
+from biasflash.tile.strips import dot_heads, load_strips
 
 
 @triton.jit
@@ -100,8 +100,8 @@ def dbias_tile(
     DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, PARTIAL_VEC: tl.constexpr, WIDE: tl.constexpr,
     WIDE_HEADS: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr,
-    HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of one owned pair and chunk, see ``dbias_kernel``."""
     k_tiles = tl.cdiv(N, BLOCK_N)
@@ -167,8 +167,12 @@ def dbias_tile(
                 reference = extreme_reference(lse, flag)
             dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
             v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
+            s = dot_heads(
+                q, q_base, q_at, q_rows, q_strides, k, k_base, k_at, k_rows, k_strides,
+                D, COLUMNS, Q_VEC, K_VEC, WIDE, PRECISION,
+            )  # [M, N]  # fmt: skip
             y = score_tile(
-                dot_strips(q, k, PRECISION),  # [M, N]
+                s,
                 terms,
                 (q_at + q_local)[:, None],
                 (k_at + k_local)[None, :],
@@ -180,7 +184,10 @@ def dbias_tile(
                 IS_CAUSAL,
                 IS_CAUSAL,
             )
-            dp = dot_strips(dout, v, PRECISION)  # [M, N]
+            dp = dot_heads(
+                dout, dout_base, q_at, q_rows, dout_strides, v, v_base, k_at, k_rows, v_strides,
+                DV, COLUMNS, DOUT_VEC, V_VEC, WIDE, PRECISION,
+            )  # [M, N]  # fmt: skip
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 1)
             acc_ds += score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
 
@@ -212,8 +219,8 @@ def dbias_kernel(
     DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, PARTIAL_VEC: tl.constexpr, WIDE: tl.constexpr,
     WIDE_HEADS: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr,
-    HAS_KEEP: tl.constexpr, REDO: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_KEEP: tl.constexpr, REDO: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dbias tile = sum of ds over the (batch item, head) pairs that share it.
 
@@ -254,8 +261,8 @@ def dbias_kernel(
                             v_strides, dout_strides, dbias_strides, partial_strides, chunk_stride, term_strides, M, N,
                             heads, group, shift, shared, chunk, rare_tiles, scale, TERMS, OWNS, FIXED, D, DV, D_STRIPS,
                             DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, DBIAS_VEC, PARTIAL_VEC, WIDE, WIDE_HEADS, EVEN_N,
-                            SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION, TAIL,
-                            BLOCK_M, BLOCK_N, STAGES,
+                            SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION, COLUMNS,
+                            TAIL, BLOCK_M, BLOCK_N, STAGES,
                         )  # fmt: skip
     else:
         tile = tl.program_id(0) % tiles
@@ -267,7 +274,7 @@ def dbias_kernel(
             partial_strides, chunk_stride, term_strides, M, N, heads, group, shift, shared, chunk, rare_tiles, scale,
             TERMS, OWNS, FIXED, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, DBIAS_VEC, PARTIAL_VEC,
             WIDE, WIDE_HEADS, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION,
-            TAIL, BLOCK_M, BLOCK_N, STAGES,
+            COLUMNS, TAIL, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from biasflash.tile.softmax import LOG2E, finish, running_step
 from biasflash.tile.span import key_span, place
 from biasflash.tile.strips import (
     add_dots,
-    dot_strips,
+    dot_heads,
     load_seen_strips,
     load_strips,
     scale_strips,
@@ -51,8 +51,8 @@ def forward_tile(
     DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
     V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
     SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr,
-    KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one batch item and head, and one piece of its keys, see ``forward_kernel``."""
     tiles = tl.cdiv(M, BLOCK_M)
@@ -113,8 +113,12 @@ def forward_tile(
                 WIDE,
                 SHORT_N,
             )
+            s = dot_heads(
+                q, q_base, q_at, q_rows, q_strides, k, k_base, k_at, k_rows, k_strides,
+                D, COLUMNS, Q_VEC, K_VEC, WIDE, PRECISION,
+            )  # [M, N]  # fmt: skip
             y = score_tile(
-                dot_strips(q, k, PRECISION),  # [M, N]
+                s,
                 terms,
                 (q_at + q_local)[:, None],
                 (k_at + k_local)[None, :],
@@ -160,8 +164,9 @@ def forward_kernel(
     DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr, Q_VEC: tl.constexpr, K_VEC: tl.constexpr,
     V_VEC: tl.constexpr, OUT_VEC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
     SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, LOW_RANGE: tl.constexpr,
-    KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr, SPLIT: tl.constexpr,
-    REDO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    KEEP_LOW: tl.constexpr, HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    ORDER: tl.constexpr, SPLIT: tl.constexpr, REDO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + biases, hidden pairs at -inf) v.
 
@@ -190,7 +195,7 @@ def forward_kernel(
                                 heads, group, batch, shift, scale, piece_tiles, lists_ptr, plane_strides, TERMS,
                                 FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, OUT_VEC,
                                 WIDE, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, LOW_RANGE, KEEP_LOW,
-                                HIDES_KEYS, PRECISION, SPLIT, BLOCK_M, BLOCK_N, STAGES,
+                                HIDES_KEYS, PRECISION, COLUMNS, SPLIT, BLOCK_M, BLOCK_N, STAGES,
                             )  # fmt: skip
     else:
         pid = tl.program_id(0)
@@ -205,6 +210,6 @@ def forward_kernel(
             tile, b, h, piece, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, low_ptr, term_ptrs, sizes, q_strides, k_strides,
             v_strides, out_strides, term_strides, M, N, heads, group, batch, shift, scale, piece_tiles, lists_ptr,
             plane_strides, TERMS, FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, OUT_VEC,
-            WIDE, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, LOW_RANGE, KEEP_LOW, HIDES_KEYS, PRECISION, SPLIT,
-            BLOCK_M, BLOCK_N, STAGES,
+            WIDE, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, LOW_RANGE, KEEP_LOW, HIDES_KEYS, PRECISION,
+            COLUMNS, SPLIT, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip

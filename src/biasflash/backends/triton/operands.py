@@ -268,6 +268,7 @@ class Operands:
             "BLOCK_DV": widths.padded(p.Dv),
             "D_STRIPS": widths.strips(p.D, p.dtype.itemsize, self.device.capability),
             "DV_STRIPS": widths.strips(p.Dv, p.dtype.itemsize, self.device.capability),
+            "COLUMNS": widths.at_once(max(p.D, p.Dv), p.dtype.itemsize),
             "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
             "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31 or any(self._extent(n, 0) >= 2**31 for n in read),
             "EVEN_N": p.N % 8 == 0 and any(v.strides[-1] != 0 for v in self.term_views),

@@ -16,22 +16,28 @@ class StripRule:
 
     itemsize: int
     above: int  # narrower widths stay whole
-    capabilities: tuple[int, ...]  # major * 10 + minor
     why: str
+    capabilities: tuple[int, ...] | None = None  # major * 10 + minor; None: all
     least_spared: float = 0.25  # of the padded width: 48 is 32 + 16 instead of 64, but 112 stays 128
 
 
 #: Registers and spills are those that ptxas reports for a shared bias. Where tensor cores take their operands from
-#: registers (sm_80 to sm_89, sm_120), strips cost more of them than they spare: D 80 in float32 spills 752 bytes in dq
-#: on sm_80, whole none; bfloat16 spills 72, whole none. float32 stays whole on Hopper too: of the
-#: forward kernel of two strips for a width of 96, which needs every register, ptxas 12.8 makes code that reads uniform
-#: registers nothing was written to (``testing.descriptors``): NaN on an H200.
+#: registers (sm_80 to sm_89, sm_120), strips cost more of them than they spare: D 80 in bfloat16 spills 72 bytes in dq
+#: on sm_80, whole none. float32 up to 128 columns stays whole on Hopper too: of a forward kernel of two strips for a
+#: width of 96, which needed every register, ptxas 12.8 made code that reads uniform registers nothing was written to
+#: (``testing.descriptors``): NaN on an H200.
 RULES: tuple[StripRule, ...] = (
     StripRule(
         itemsize=2,
         above=32,
         capabilities=(90, 100, 103),
         why="H200, 4 x 16 heads of 2k, shared bias, both passes: D 48 1.28 ms, whole 1.34; D 72 2.30 ms, whole 2.41",
+    ),
+    StripRule(
+        itemsize=4,
+        above=128,
+        least_spared=0.0,
+        why="rows of 246 columns, read element by element, forward on sm_80: 392 bytes of a thread spilled, in strips 56",
     ),
 )
 
@@ -47,8 +53,39 @@ def strips(width: int, itemsize: int, capability: int) -> tuple[int, ...]:
     half = whole // 2
     two = half, padded(max(width - half, 1))
     for rule in RULES:
-        if rule.itemsize != itemsize or capability not in rule.capabilities:
+        if rule.itemsize != itemsize or (rule.capabilities and capability not in rule.capabilities):
             continue
         if width > rule.above and sum(two) <= (1 - rule.least_spared) * whole:
             return two
     return (whole,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsRule:
+    """When products over the head width read and multiply a few columns at a time, in a loop (``tile.strips``).
+
+    The same in every kernel, as strips are: forward and backward must see the same scores.
+    """
+
+    itemsize: int
+    above: int  # narrower widths are multiplied whole, or strip by strip
+    columns: int
+    why: str
+
+
+AT_ONCE: tuple[ColumnsRule, ...] = (
+    ColumnsRule(
+        itemsize=4,
+        above=64,
+        columns=16,
+        why="128 columns of 16 queries are 64 registers of a thread, split into three of bfloat16 96 more",
+    ),
+)
+
+
+def at_once(width: int, itemsize: int) -> int:
+    """Columns that a product over a head width takes at a time; 0: all of them."""
+    for rule in AT_ONCE:
+        if rule.itemsize == itemsize and width > rule.above:
+            return rule.columns
+    return 0
