@@ -114,7 +114,13 @@ class Forced:
         if key_of(facts) != self.key:
             return None
         return Row(
-            key=self.key, block_m=t.block_m, block_n=t.block_n, warps=t.warps, stages=t.stages, registers=t.registers
+            key=self.key,
+            block_m=t.block_m,
+            block_n=t.block_n,
+            warps=t.warps,
+            stages=t.stages,
+            registers=t.registers,
+            columns=t.columns,
         )
 
 

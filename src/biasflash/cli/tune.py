@@ -86,6 +86,7 @@ def make_table(
             stages=t.stages,
             registers=t.registers,
             spill_bytes=best.spill_bytes,
+            columns=t.columns,
             measured=figures,
         )
     return Table(gpu=gpu, capability=capability, rows=rows, kept=kept, facts=facts)
@@ -157,7 +158,8 @@ def _shown(table: Table, outcomes: Sequence[Outcome]) -> Shown:
             gain = math.prod(of / ms for ms, of in row.measured.values()) ** (1 / len(row.measured))
             cap = f", registers <= {row.registers}" if row.registers else ""
             spills = f", {row.spill_bytes} bytes spilled" if row.spill_bytes else ""
-            tile = f"{row.block_m} x {row.block_n}, {row.warps} warps, {row.stages} stages{cap}{spills}"
+            columns = f", {row.columns} columns at a time" if row.columns else ""
+            tile = f"{row.block_m} x {row.block_n}, {row.warps} warps, {row.stages} stages{cap}{columns}{spills}"
             shown.add_row(str(key), tile, "; ".join(figures), f"{gain - 1:+.0%}")
         elif key in table.kept:
             figures = [f"{name} {ms:.4g}" for name, ms in table.kept[key].items()]

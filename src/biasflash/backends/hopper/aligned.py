@@ -46,7 +46,7 @@ class AlignedBias:
     def scratch(self) -> dict[str, int]:
         return {"aligned": math.prod(self.sizes) * self.M * self.pitch * self.dtype.itemsize // 4}
 
-    def launch(self) -> Launch:
+    def launches(self) -> tuple[Launch, ...]:
         rows = 8
         arguments: dict[str, Any] = {
             "bias_ptr": Slot("bias0"),
@@ -56,7 +56,7 @@ class AlignedBias:
             **{"ROWS": rows, "COLUMNS": 256},
         }
         grid = triton.cdiv(self.M, rows) * math.prod(self.sizes)
-        return Launch(kernel=align_rows_kernel, grid=grid, arguments=arguments, warps=4, stages=1)
+        return (Launch(kernel=align_rows_kernel, grid=grid, arguments=arguments, warps=4, stages=1),)
 
     def boxed(self, rows: int, columns: int) -> Boxed:
         """In blocks of ``rows`` x ``columns``."""

@@ -18,7 +18,7 @@ from biasflash.backends.hopper.gluon import (
     tma_load,
     tma_store,
 )
-from biasflash.backends.hopper.marks import blank_hidden, is_whole, item_line
+from biasflash.backends.hopper.marks import blank_hidden, is_fit, item_line
 from biasflash.backends.hopper.pieces import added, slots
 from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
 
@@ -44,12 +44,12 @@ def blank_pair(tiles, i, line, row, mask, ROWS: gl.constexpr, D: gl.constexpr, D
 
 
 @jit
-def are_whole(b, inner, own_row, mask, ROWS: gl.constexpr):
-    """Whether ROWS batch items from ``b`` on hide none of a CTA's own keys."""
-    whole = is_whole(item_line(b, inner, mask), own_row, mask, 128)
+def are_fit(b, inner, own_row, mask, ROWS: gl.constexpr):
+    """``is_fit`` of a CTA's own keys, for ROWS batch items from ``b`` on."""
+    fit = is_fit(item_line(b, inner, mask), own_row, mask, 128)
     for g in gl.static_range(1, ROWS):
-        whole = whole & is_whole(item_line(b + g, inner, mask), own_row, mask, 128)
-    return whole
+        fit = fit & is_fit(item_line(b + g, inner, mask), own_row, mask, 128)
+    return fit
 
 
 @jit
@@ -62,8 +62,8 @@ def produce(
 ):  # fmt: skip
     """The copying warp: own tiles of every item, then its met tiles, each with what belongs to it.
 
-    HAS_KEEP: copies of K and V with hidden keys are announced to the barrier behind the ring's, whose only reader is
-    this warp. It blanks the keys and then completes the slot's barrier itself.
+    HAS_KEEP: copies of K and V with hidden keys that are not fit are announced to the barrier behind the ring's, whose
+    only reader is this warp. It blanks the keys and then completes the slot's barrier itself.
     """
     BLANKS_OWN: gl.constexpr = HAS_KEEP and KEYS
     BLANKS_MET: gl.constexpr = HAS_KEEP and not KEYS
@@ -87,7 +87,7 @@ def produce(
             members = group
         ready = own_use % A_BUFFERS
         if BLANKS_OWN:
-            ready = gl.where((tiles == 0) | are_whole(b, inner, own_row, mask, ROWS), ready, A_BUFFERS)
+            ready = gl.where((tiles == 0) | are_fit(b, inner, own_row, mask, ROWS), ready, A_BUFFERS)
         wait_empty(own_empty, own_use, A_BUFFERS)
         bar = own_full.index(ready)
         mbarrier.expect(bar, 2 * ROWS * (own_bytes + (0 if KEYS else row_bytes)))
@@ -131,7 +131,7 @@ def produce(
                     ready = slot
                     if BLANKS_MET:
                         line = item_line(b + g, inner, mask)
-                        ready = gl.where(is_whole(line, met_row, mask, BLOCK), slot, STAGES)
+                        ready = gl.where(is_fit(line, met_row, mask, BLOCK), slot, STAGES)
                     wait_empty(met_empty, met_use, STAGES)
                     bar = met_full.index(ready)
                     mbarrier.expect(bar, met_bytes + (row_bytes if KEYS else 0))

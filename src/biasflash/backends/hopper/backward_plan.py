@@ -127,7 +127,7 @@ class HopperBackward(BackwardPlan):
         for prepared in (aligned_bias(self.ops), self._mask):
             if prepared is not None:
                 self.scratch |= prepared.scratch()
-                yield prepared.launch()
+                yield from prepared.launches()
         yield self._delta()
         if self._single is not None:
             yield from self._hopper_dqkv(self._single)

@@ -4,7 +4,7 @@ from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.deal import deal, first_lot, following, locate
 from biasflash.backends.hopper.forward_parts import key_tiles, keys_of
 from biasflash.backends.hopper.gluon import gl, jit, mbarrier, tma_load
-from biasflash.backends.hopper.marks import copied_blank, is_whole, line_of
+from biasflash.backends.hopper.marks import copied_blank, is_fit, line_of
 
 ROWS = gl.constexpr(64)  # of one warpgroup
 
@@ -26,10 +26,10 @@ def copy_values(slot, to, v_desc, v_tiles, barrier):
 
 @jit
 def load_values(u, blanks, to, line, v_desc, v_tiles, v_full, landed, mask, FORM: gl.constexpr):
-    """Copy the ``u``-th tile of values, from ``to`` on; returns how many tiles had hidden keys, which are made 0."""
+    """Copy the ``u``-th tile of values, from ``to`` on; returns how many had hidden keys that were made 0."""
     slot = u % FORM.KV_STAGES
     if FORM.HAS_KEEP:
-        if not is_whole(line, to[3], mask, FORM.BLOCK_N):
+        if not is_fit(line, to[3], mask, FORM.BLOCK_N):
             copy_values(slot, to, v_desc, v_tiles, landed.index(0))
             tile = v_tiles.index(slot).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
             copied_blank(

@@ -48,7 +48,7 @@ def forward_recipe(
     scratch: dict[str, int] = {}
     for prepared in (key_mask(ops), aligned_bias(ops)):
         if prepared is not None:
-            launches.insert(0, prepared.launch())
+            launches[:0] = prepared.launches()
             scratch |= prepared.scratch()
     if isinstance(tile, SharedTile) and tile.fixed:
         flags = 2 * triton.cdiv(problem.M, tile.block_m)

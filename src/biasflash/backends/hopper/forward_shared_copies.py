@@ -3,7 +3,7 @@
 from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.forward_parts import key_tiles, keys_of
 from biasflash.backends.hopper.gluon import gl, jit, mbarrier, tma_load
-from biasflash.backends.hopper.marks import copied_blank, is_whole, line_of
+from biasflash.backends.hopper.marks import copied_blank, is_fit, is_whole, line_of
 from biasflash.tile.span import place
 
 
@@ -77,7 +77,7 @@ def load_unit(u, blanks, b, head, key, inner, extent, descs, moves, buffers, rin
         line = line_of(b // inner, b % inner, mask)
         is_seen = key < keys_of(b, inner, extent, mask)
         to = gl.where(is_seen, key, key + mask[2])
-        if is_seen & (not is_whole(line, key, mask, FORM.BLOCK_N)):
+        if is_seen & (not is_fit(line, key, mask, FORM.BLOCK_N)):
             copy_unit(u, b, head, key, to, inner, descs, moves, buffers, landed.index(0), mask, FORM)
             v = buffers[2].index(slot).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
             copied_blank(landed.index(0), blanks, v, line, key, mask, kv_full.index(slot), FORM.BLOCK_N, FORM.DV_BLOCK)

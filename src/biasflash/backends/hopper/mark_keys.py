@@ -1,7 +1,9 @@
-"""A mask of keys written down for the kernels of this package, once a pass."""
+"""A mask of keys written down for the kernels of this package, once a pass: which are hidden, and what these hold."""
 
 import triton
 import triton.language as tl
+
+from biasflash.tile.memory import wide
 
 MARK = tl.constexpr(64)  # keys that one code is about
 
@@ -13,8 +15,8 @@ def mark_keys_kernel(
     """What each key's scores are cut to: float32 ``caps_ptr[lines, pitch]``, inf, or -inf where it is hidden or none.
 
     And float32 ``spans_ptr[lines, 1 + pitch // 64]``: first how many tiles of 64 keys there are up to the last visible
-    one, then a code for each tile: 1.0 if no key of it is hidden, else 0.0. (A minimum with inf or -inf is one
-    instruction, which also takes NaN to -inf.)
+    one, then a code for each tile: 1.0 if no key of it is hidden, else 0.0 (or -1.0, see ``mark_unfit_kernel``). (A
+    minimum with inf or -inf is one instruction, which also takes NaN to -inf.)
 
     Grid: lines; ``lines_1`` of them for each index of the first batch axis. ``pitch`` is a multiple of 64.
     """
@@ -34,3 +36,55 @@ def mark_keys_kernel(
         tl.store(spans_ptr + 1 + tile, whole.to(tl.float32), mask=tile < pitch // MARK)
         end = tl.maximum(end, tl.max(seen * (tile + 1), 0))
     tl.store(spans_ptr, end.to(tl.float32))
+
+
+#: Of an entry of a key or value: a weight of 0 times anything up to it is 0, and score gradients are 0, too, because
+#: products with up to 2^80 stay finite. What models leave in padding is below it, what memory holds by chance need not.
+LARGEST = tl.constexpr(2.0**40)
+
+
+@triton.jit
+def holds_unfit(
+    base, row_step, hidden, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Whether one of the MARK rows from ``base`` on that are ``hidden`` holds NaN, inf, or more than LARGEST."""
+    row = tl.arange(0, MARK).to(tl.int64)[:, None] * row_step
+    column = tl.arange(0, BLOCK_W)[None, :]
+    x = tl.load(base + row + column, mask=hidden[:, None] & (column < WIDTH), other=0.0).to(tl.float32)
+    fit = (tl.abs(x) <= LARGEST).to(tl.int32)  # false of NaN
+    return tl.min(tl.min(fit, 1), 0) == 0
+
+
+@triton.jit(do_not_specialize=["k_b0", "k_b1", "k_h", "k_n", "v_b0", "v_b1", "v_h", "v_n", "line_0", "line_1", "n1",
+                               "heads", "N", "pitch"])  # fmt: skip
+def mark_unfit_kernel(
+    k_ptr, v_ptr, caps_ptr, spans_ptr, k_b0, k_b1, k_h, k_n, v_b0, v_b1, v_h, v_n, line_0, line_1, n1, heads, N, pitch,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Code -1.0 for tiles of 64 keys of which a hidden one holds what 0 does not make 0, in any head of any batch item.
+
+    Only these are made 0 where they lie in shared memory (``marks.blank_hidden``), which takes longer than the tile's
+    products. Reads hidden keys and values up to the last tile in which a key is visible. Several programs may write one
+    code, all of them -1.0.
+
+    Grid: one program per TILES tiles of keys (fastest), key head, batch item; item ``(b0, b1)`` has line
+    ``b0 * line_0 + b1 * line_1``. The last axis of k and v is dense.
+    """
+    groups = tl.cdiv(N, MARK * TILES)
+    group = tl.program_id(0) % groups
+    h = (tl.program_id(0) // groups % heads).to(tl.int64)
+    b = tl.program_id(0) // groups // heads
+    b0, b1 = (b // n1).to(tl.int64), (b % n1).to(tl.int64)
+    line = b0 * line_0 + b1 * line_1
+    caps_ptr += line * pitch
+    spans_ptr += line * (pitch // MARK + 1)
+    last = tl.load(spans_ptr).to(tl.int32)
+    for tile in range(group * TILES, tl.minimum(group * TILES + TILES, last)):
+        if tl.load(spans_ptr + 1 + tile) < 1.0:
+            key = tile * MARK + tl.arange(0, MARK)
+            hidden = (tl.load(caps_ptr + key) < 0.0) & (key < N)
+            at = wide(tile) * MARK
+            k = k_ptr + b0 * k_b0 + b1 * k_b1 + h * k_h + at * k_n
+            v = v_ptr + b0 * v_b0 + b1 * v_b1 + h * v_h + at * v_n
+            if holds_unfit(k, k_n, hidden, D, BLOCK_D) | holds_unfit(v, v_n, hidden, DV, BLOCK_DV):
+                tl.store(spans_ptr + 1 + tile, -1.0)

@@ -4,7 +4,7 @@
 
 A hidden key may hold anything, NaN too. Its scores are cut to -inf, so that its weights are 0; but 0 times NaN is NaN.
 What a product multiplies weights or score gradients with is therefore made 0 where it lies in shared memory: by the
-copying warp, before it hands a tile with hidden keys over.
+copying warp, before it hands a tile over whose hidden keys hold such things (``is_fit`` says of which none does).
 """
 
 from biasflash.backends.hopper.gluon import fence_async_shared, gl, jit, mbarrier
@@ -42,14 +42,26 @@ def last_key_of(b, inner, N, mask, ROWS: gl.constexpr):
 
 
 @jit
-def is_whole(line, column, mask, BLOCK: gl.constexpr):
-    """Whether no key from ``column`` to ``column + BLOCK - 1`` is hidden; ``column`` is a multiple of BLOCK."""
+def least_code(line, column, mask, BLOCK: gl.constexpr):
+    """The least of the codes of ``mark_keys_kernel`` and ``mark_unfit_kernel`` for BLOCK keys from ``column`` on."""
     _caps, spans_ptr, pitch, _, _ = mask
     at = spans_ptr + line.to(gl.int64) * (pitch // MARK + 1) + 1 + column // MARK
     code = gl.load(at)
     for i in gl.static_range(1, BLOCK // MARK):
         code = gl.minimum(code, gl.load(at + i))
-    return code > 0.0
+    return code
+
+
+@jit
+def is_whole(line, column, mask, BLOCK: gl.constexpr):
+    """Whether no key from ``column`` to ``column + BLOCK - 1`` is hidden; ``column`` is a multiple of BLOCK."""
+    return least_code(line, column, mask, BLOCK) > 0.0
+
+
+@jit
+def is_fit(line, column, mask, BLOCK: gl.constexpr):
+    """Whether these keys may enter products as they are: a weight of 0 makes hidden ones 0."""
+    return least_code(line, column, mask, BLOCK) >= 0.0
 
 
 @jit

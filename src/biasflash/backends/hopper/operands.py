@@ -139,7 +139,11 @@ class KeyMask:
     slot: str
     strides: tuple[int, int, int]  # of the mask along b0, b1 and keys
     sizes: tuple[int, int]  # lines along b0 and b1
+    batch: tuple[int, int]  # items along b0 and b1
     keys: int
+    heads: int  # of keys
+    widths: tuple[int, int]  # D, Dv
+    rows: dict[str, tuple[int, int, int, int]]  # of k and v: strides along b0, b1, head and keys
 
     @property
     def lines(self) -> int:
@@ -152,7 +156,10 @@ class KeyMask:
     def scratch(self) -> dict[str, int]:
         return {"caps": self.lines * self.pitch, "spans": self.lines * (self.pitch // MARK + 1)}
 
-    def launch(self) -> Launch:
+    def launches(self) -> tuple[Launch, Launch]:
+        return self._mark(), self._mark_unfit()
+
+    def _mark(self) -> Launch:
         arguments = {
             "mask_ptr": Slot(self.slot),
             "caps_ptr": Slot("caps"),
@@ -162,13 +169,31 @@ class KeyMask:
         }
         return Launch(kernel=mark_keys.mark_keys_kernel, grid=self.lines, arguments=arguments, warps=4, stages=1)
 
+    def _mark_unfit(self) -> Launch:
+        tiles = 4  # a program has 256 keys: where all are whole it returns after one load
+        arguments: dict[str, Any] = {"k_ptr": Slot("k"), "v_ptr": Slot("v")}
+        for name, strides in self.rows.items():
+            arguments |= dict(zip((f"{name}_{axis}" for axis in ("b0", "b1", "h", "n")), strides, strict=True))
+        D, Dv = self.widths
+        arguments |= {"caps_ptr": Slot("caps"), "spans_ptr": Slot("spans"), **self._line_steps(), "n1": self.batch[1]}
+        arguments |= {"heads": self.heads, "N": self.keys, "pitch": self.pitch, "D": D, "DV": Dv, "TILES": tiles}
+        arguments |= {"BLOCK_D": config.padded(D), "BLOCK_DV": config.padded(Dv)}
+        groups = -(-self.keys // (MARK * tiles))
+        grid = groups * self.heads * self.batch[0] * self.batch[1]
+        return Launch(kernel=mark_keys.mark_unfit_kernel, grid=grid, arguments=arguments, warps=4, stages=1)
+
+    def _line_steps(self) -> dict[str, int]:
+        return {
+            "line_0": self.sizes[1] if self.sizes[0] > 1 else 0,
+            "line_1": 1 if self.sizes[1] > 1 else 0,
+        }
+
     def arguments(self) -> dict[str, Any]:
         return {
             "caps_ptr": Slot("caps"),
             "spans_ptr": Slot("spans"),
             "caps_pitch": self.pitch,
-            "line_0": self.sizes[1] if self.sizes[0] > 1 else 0,
-            "line_1": 1 if self.sizes[1] > 1 else 0,
+            **self._line_steps(),
             "HAS_KEEP": True,
         }
 
@@ -185,7 +210,17 @@ def key_mask(ops: Operands) -> KeyMask | None:
             b0, b1, _head = outer_steps(view)
             n0, n1 = batch_of(ops)
             sizes = n0 if b0 else 1, n1 if b1 else 1
-            return KeyMask(slot=f"bias{i}", strides=(b0, b1, view.strides[-1]), sizes=sizes, keys=ops.problem.N)
+            p = ops.problem
+            return KeyMask(
+                slot=f"bias{i}",
+                strides=(b0, b1, view.strides[-1]),
+                sizes=sizes,
+                batch=(n0, n1),
+                keys=p.N,
+                heads=p.Hkv,
+                widths=(p.D, p.Dv),
+                rows={name: (*outer_steps(ops.views[name]), ops.views[name].strides[-2]) for name in ("k", "v")},
+            )
     return None
 
 

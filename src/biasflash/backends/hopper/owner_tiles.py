@@ -1,7 +1,7 @@
 """Items of the owner kernel: tiles of the bias gradient, the pairs whose sum they take, and the warp that copies."""
 
 from biasflash.backends.hopper.gluon import gl, jit, mbarrier, tma_load
-from biasflash.backends.hopper.marks import MARK, copied_blank, is_whole, last_key, line_of
+from biasflash.backends.hopper.marks import MARK, copied_blank, is_fit, last_key, line_of
 from biasflash.backends.hopper.pipeline import at, wait_empty
 
 BLOCK_M = gl.constexpr(128)  # queries of a tile
@@ -162,7 +162,7 @@ def copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, ro
     slot = used % STAGES
     ready = slot
     if HAS_KEEP and PARTS == 1:
-        ready = gl.where(is_whole(line, col0, mask, BLOCK), slot, STAGES)
+        ready = gl.where(is_fit(line, col0, mask, BLOCK), slot, STAGES)
     bar = full.index(ready)
     row_line = (b0 * n1 + b1) * heads + head
     wait_empty(empty, used, STAGES)
@@ -188,7 +188,7 @@ def copy_pair(descs, moves, buffers, rings, used, landed, b0, b1, head, line, ro
             key_slot = part % KEY_STAGES
             ready = key_slot
             if HAS_KEEP:
-                ready = gl.where(is_whole(line, column, mask, KEYS), key_slot, KEY_STAGES)
+                ready = gl.where(is_fit(line, column, mask, KEYS), key_slot, KEY_STAGES)
             key_bar = keys_full.index(ready)
             wait_empty(keys_empty, part, KEY_STAGES)
             mbarrier.expect(key_bar, key_bytes)

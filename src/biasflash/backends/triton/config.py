@@ -34,7 +34,8 @@ class Facts:
     @property
     def is_crowded(self) -> bool:
         """Whether addresses and masks, or the loops with them and without, take many registers beside the tiles."""
-        return self.is_unaligned or self.is_padded or (self.has_dense and self.hides_pairs)
+        loads = self.has_dense or (self.bias_itemsize > 0 and self.width > 64 and self.itemsize == 4)
+        return self.is_unaligned or self.is_padded or (loads and self.hides_pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,15 @@ class TileConfig:
     stages: int
     registers: int | None = None
     spill_bytes: int = 0  # of a thread, in tiles of tables that beat every tile without; 0 in those of rules
+    columns: int = 0  # of the heads' width that a product over it reads and multiplies at a time; 0: all
     # where an axis is short; with fewer warps a thread holds more, and some smaller tiles spill
     keeps_warps: bool = False
     keeps_sides: bool = False
 
     def __str__(self) -> str:
         cap = f", registers <= {self.registers}" if self.registers else ""
-        return f"{self.block_m} x {self.block_n}, {self.warps} warps, {self.stages} stages{cap}"
+        columns = f", {self.columns} columns at a time" if self.columns else ""
+        return f"{self.block_m} x {self.block_n}, {self.warps} warps, {self.stages} stages{cap}{columns}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,10 @@ class Rule:
     capability: int | None = None  # only for this one
 
 
-def _tile(m: int, n: int, warps: int, stages: int, registers: int | None = None) -> TileConfig:
-    return TileConfig(block_m=m, block_n=n, warps=warps, stages=stages, registers=registers, keeps_warps=True)
+def _tile(m: int, n: int, warps: int, stages: int, registers: int | None = None, columns: int = 0) -> TileConfig:
+    return TileConfig(
+        block_m=m, block_n=n, warps=warps, stages=stages, registers=registers, columns=columns, keeps_warps=True
+    )
 
 
 def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str, **more: Any) -> Rule:
@@ -81,7 +86,7 @@ def _rule(kernel: str, max_width: int, itemsize: int, tile: TileConfig, why: str
 
 #: for calls that are not crowded; a rule that says nothing of it serves both kinds
 _ROOMY: dict[str, Any] = {"crowded": False}
-#: Tiles that spill nothing, but for wide heads in float32. The reasons say what a thread of the next better one spills,
+#: Tiles that spill nothing. The reasons say what a thread of the next better one spills,
 #: on sm_80 if nothing else is said, as ptxas counts it. A cap of 248 registers lifts a limit that ptxas sets itself
 #: (168 with 4 warps, for three programs on a multiprocessor).
 RULES: tuple[Rule, ...] = (
@@ -174,48 +179,64 @@ RULES: tuple[Rule, ...] = (
     ),
     # ------------------------------------------------------- float32 on Hopper (six bfloat16 passes), spills on sm_90
     _rule("forward", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
-    _rule("forward", 128, 4, _tile(32, 32, 8, 1), "255 registers", capability=90),
+    _rule("forward", 128, 4, _tile(32, 32, 8, 1, columns=32), "all columns at a time 32 bytes", capability=90),
     _rule("dkdv", 32, 4, _tile(32, 64, 8, 1), "32 x 32 spills 24 bytes", capability=90),
     _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "32 x 64 spills 16 bytes", capability=90),
     _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 56 bytes", capability=90),
     _rule("dq", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
-    _rule("dq", 128, 4, _tile(16, 32, 4, 1), "8 bytes spilled, 16 with a mask of keys; no tile none", capability=90),
+    _rule("dq", 128, 4, _tile(64, 16, 4, 1, columns=32), "all columns at a time 16", capability=90, **_ROOMY),
+    _rule("dq", 128, 4, _tile(16, 32, 8, 1, columns=32), "64 x 16 with 4 warps spills 712 bytes", capability=90),
     _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 16 bytes", capability=90),
+    _rule("dbias", 256, 4, _tile(32, 64, 8, 1, columns=16), "32 columns at a time 24 bytes", capability=90),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1, columns=16), "32 x 16 spills 8 bytes", capability=90),
+    _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "232 registers on sm_80", **_ROOMY),
+    _rule("dq_from_ds", 128, 4, _tile(32, 32, 8, 1), "with 4 warps 72 bytes spilled on sm_100"),
+    _rule("dq_from_ds", 256, 4, _tile(16, 32, 8, 1), "with 4 warps 16 bytes spilled", capability=90),
     _rule("dq_from_ds", 64, 4, _tile(64, 32, 4, 2), "212 registers", capability=90),
     # ---------------------------------------------------------------------------- float32 (elsewhere three TF32 passes)
     _rule("forward", 64, 4, _tile(64, 32, 4, 1), "64 x 64 spills 856 bytes", **_ROOMY),
     _rule("forward", 64, 4, _tile(32, 64, 8, 1), "64 x 32 spills 8 bytes"),
-    _rule("forward", 128, 4, _tile(32, 32, 8, 1), "32 x 64 with 4 warps spills 392 bytes"),
-    _rule("forward", 256, 4, _tile(16, 16, 8, 1), "8 bytes spilled with a bias, 16 x 32 16"),
+    _rule("forward", 128, 4, _tile(32, 32, 8, 1), "32 x 64 with 4 warps spills 392 bytes", **_ROOMY),
+    _rule("forward", 128, 4, _tile(32, 32, 8, 1, columns=16), "all columns at a time 8 bytes on sm_100"),
+    _rule("forward", 256, 4, _tile(32, 32, 8, 1, columns=16), "32 columns at a time 8 bytes", **_ROOMY),
+    _rule("forward", 256, 4, _tile(16, 32, 8, 1, columns=32), "32 x 32 spills 56 bytes"),
     _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "with 4 warps 32 bytes spilled"),
     _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 120 bytes"),
-    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "152 bytes spilled, 32 x 16 312"),
+    _rule("dkdv", 256, 4, _tile(32, 16, 8, 1, columns=16), "16 x 32 spills 32 bytes", **_ROOMY),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1, columns=16), "32 x 16 spills 24 bytes, 32 columns at a time 48"),
     _rule("dq", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 8 bytes"),
-    _rule("dq", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 8 bytes"),
-    _rule("dq", 256, 4, _tile(16, 16, 8, 1), "80 bytes spilled, 16 x 32 240"),
-    _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "232 registers on sm_80"),
+    _rule("dq", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 8 bytes", **_ROOMY),
+    _rule("dq", 128, 4, _tile(16, 32, 8, 1, columns=32), "16 x 16 with all columns at a time 8 bytes"),
+    _rule("dq", 256, 4, _tile(16, 32, 8, 1, columns=32), "32 x 32 spills 152 bytes", **_ROOMY),
+    _rule("dq", 256, 4, _tile(16, 32, 8, 1, columns=16), "32 columns at a time 16 bytes on sm_90"),
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
     _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 with 4 warps spills 32 bytes, with 8 24"),
-    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
-    _rule("dbias", 256, 4, _tile(16, 32, 8, 1, 248), "496 bytes spilled, 16 x 64 576, 16 x 16 1512"),
+    _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "255 registers on sm_80", **_ROOMY),
+    _rule("dbias", 128, 4, _tile(32, 32, 8, 1, columns=16), "16 x 32 with 4 warps spills 616 bytes"),
+    _rule("dbias", 256, 4, _tile(64, 32, 4, 1, columns=16), "32 columns at a time 40 bytes", **_ROOMY),
+    _rule("dbias", 256, 4, _tile(32, 32, 8, 1, columns=16), "with 4 warps 496 bytes spilled"),
 )
 
 
 def shared_bytes(facts: Facts, tile: TileConfig) -> int:
-    """Shared memory of a program, from above: the tiles that stay plus ``stages`` copies of the tiles that stream."""
+    """Shared memory of a program, from above: the tiles that stay plus ``stages`` copies of the tiles that stream.
+
+    Tiles that only meet in products over the width are there ``columns`` at a time, twice: the next ones are fetched.
+    """
     row = facts.width * facts.itemsize
+    part = min(2 * tile.columns * facts.itemsize, row) if tile.columns else row
     bias = tile.block_m * tile.block_n * facts.bias_itemsize if tile.stages > 1 else 0  # else it stays in registers
     score = tile.block_m * tile.block_n * facts.itemsize
     stay, stream = {
-        "forward": (tile.block_m * row, 2 * tile.block_n * row + bias),
-        "dkdv": (2 * tile.block_n * row + 2 * score, 2 * tile.block_m * row + bias),
-        "dq": (2 * tile.block_m * row + score, 2 * tile.block_n * row + bias),
+        "forward": (tile.block_m * part, 2 * tile.block_n * row + bias),
+        "dkdv": (2 * tile.block_n * part + 2 * score, 2 * tile.block_m * row + bias),
+        "dq": (2 * tile.block_m * part + score, 2 * tile.block_n * row + bias),
         "delta": (0, 0),
         "dq_from_ds": (
             0,
             tile.block_n * row + tile.block_m * tile.block_n * max(min(facts.bias_itemsize, 4), facts.itemsize),
         ),
-        "dbias": (0, 2 * (tile.block_m + tile.block_n) * row + bias),
+        "dbias": (0, 2 * (tile.block_m + tile.block_n) * part + bias),
     }[facts.kernel]
     return stay + stream * max(1, tile.stages)
 

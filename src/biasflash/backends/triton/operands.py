@@ -268,7 +268,6 @@ class Operands:
             "BLOCK_DV": widths.padded(p.Dv),
             "D_STRIPS": widths.strips(p.D, p.dtype.itemsize, self.device.capability),
             "DV_STRIPS": widths.strips(p.Dv, p.dtype.itemsize, self.device.capability),
-            "COLUMNS": widths.at_once(max(p.D, p.Dv), p.dtype.itemsize),
             "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
             "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31 or any(self._extent(n, 0) >= 2**31 for n in read),
             "EVEN_N": p.N % 8 == 0 and any(v.strides[-1] != 0 for v in self.term_views),
@@ -343,7 +342,7 @@ class Operands:
             tile = replace(config.uncapped(tile), stages=1)
             grid = min(grid, REDO_PROGRAMS * self.device.multiprocessors)
         given: dict[str, Any] = {**self.numbers, **self.constants}
-        given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
+        given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "COLUMNS": tile.columns}
         given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": tile.block_n > p.N}
         for name in names:
             view: View = self.views[name]

@@ -2,8 +2,7 @@
 
 A table is keyed like a rule. It is found among the files that ship with the package, by the GPU's name or else by its
 compute capability, or named by the environment variable ``BIASFLASH_TILES`` (a path, or ``off``) or by ``use``. Without
-one, the rules of ``config`` apply. Their tiles spill no registers, but for wide heads in float32; those of a table may,
-where that was faster.
+one, the rules of ``config`` apply. Their tiles spill no registers; those of a table may, where that was faster.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WIDTHS = (32, 64, 128, 256)
 MIXED_COLUMNS = 384
 SHIPPED = Path(__file__).parent / "tables"
 RULES_TILE = "the rule's tile"
-TILE = ("block_m", "block_n", "warps", "stages", "registers", "spill_bytes")
+TILE = ("block_m", "block_n", "warps", "stages", "registers", "spill_bytes", "columns")
 
 
 class Facts(Protocol):
@@ -89,6 +88,7 @@ class Row:
     stages: int
     registers: int | None = None
     spill_bytes: int = 0
+    columns: int = 0
     measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     against: str = RULES_TILE  # whose milliseconds are the second ones
     smaller: tuple[tuple[int | None, ...], ...] = ()
@@ -101,7 +101,7 @@ class Row:
     @property
     def tiles(self) -> list[dict[str, Any]]:
         """``tile`` and the smaller ones; the first that fits shared memory is taken."""
-        return [self.tile, *(dict(zip(TILE, fields, strict=True)) for fields in self.smaller)]
+        return [self.tile, *(dict(zip(TILE, fields, strict=False)) for fields in self.smaller)]
 
     def why(self, gpu: str) -> str:
         """The reason for the tile, as ``explain`` shows it."""
@@ -140,7 +140,8 @@ def dump(table: Table) -> str:
     head = {"schema": SCHEMA, "gpu": table.gpu, "capability": table.capability, **table.facts}
     rows = []
     for _, row in sorted(table.rows.items()):
-        shown = asdict(row.key) | row.tile | {"measured": {name: list(ms) for name, ms in row.measured.items()}}
+        tile = {name: value for name, value in row.tile.items() if name != "columns" or value}
+        shown = asdict(row.key) | tile | {"measured": {name: list(ms) for name, ms in row.measured.items()}}
         if row.against != RULES_TILE:
             shown["against"] = row.against
         if row.smaller:

@@ -37,7 +37,7 @@ RULES: tuple[StripRule, ...] = (
         itemsize=4,
         above=128,
         least_spared=0.0,
-        why="rows of 246 columns, read element by element, forward on sm_80: 392 bytes of a thread spilled, in strips 56",
+        why="246 columns, read element by element, forward on sm_80: 392 bytes of a thread spilled, in strips 56",
     ),
 )
 
@@ -58,34 +58,3 @@ def strips(width: int, itemsize: int, capability: int) -> tuple[int, ...]:
         if width > rule.above and sum(two) <= (1 - rule.least_spared) * whole:
             return two
     return (whole,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColumnsRule:
-    """When products over the head width read and multiply a few columns at a time, in a loop (``tile.strips``).
-
-    The same in every kernel, as strips are: forward and backward must see the same scores.
-    """
-
-    itemsize: int
-    above: int  # narrower widths are multiplied whole, or strip by strip
-    columns: int
-    why: str
-
-
-AT_ONCE: tuple[ColumnsRule, ...] = (
-    ColumnsRule(
-        itemsize=4,
-        above=64,
-        columns=16,
-        why="128 columns of 16 queries are 64 registers of a thread, split into three of bfloat16 96 more",
-    ),
-)
-
-
-def at_once(width: int, itemsize: int) -> int:
-    """Columns that a product over a head width takes at a time; 0: all of them."""
-    for rule in AT_ONCE:
-        if rule.itemsize == itemsize and width > rule.above:
-            return rule.columns
-    return 0
