@@ -33,7 +33,7 @@ from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem, Term
 from biasflash.testing.descriptors import Descriptor, descriptors
 from biasflash.testing.hopper_offline import compile_descriptor_launch, product_loops
-from biasflash.testing.offline import Compiled, meta_tensors
+from biasflash.testing.offline import Compiled, compile_launch, meta_tensors
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Device(shared_memory=232448, multiprocessors=132, gpu="NVIDIA H200")
@@ -891,6 +891,26 @@ def test_every_tile_of_the_tables_can_be_chosen() -> None:
     pairs = [(a, b) for a, b in product(range(64, 257, 64), repeat=2) if config_wide.is_wide(a, b)]
     wide = {config_wide.wide_tile(name, *pair, causal) for name in ("dq", "dkdv") for pair in pairs for causal in flags}
     assert wide == set(config_wide.WIDE)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        problem(batch=(16,), M=1024, D=64, masks=("b11N",)),
+        problem(batch=(4,), M=500, N=333, D=80, Dv=64, masks=("b11N",), dtype=F16),
+        problem(batch=(2, 3), M=300, D=128, biases=("11HMN",), masks=("1111N",)),
+    ],
+    ids=repr,
+)
+def test_kernels_that_prepare_a_pass_fit(p: Problem) -> None:
+    recipes, told = planned(p)
+    assert not any(told.values()), told
+    for recipe in recipes.values():
+        prepared = [x for x in recipe.launches if x.kernel.__name__.startswith(("mark", "align"))]
+        assert [x.kernel.__name__ for x in prepared][-2:] == ["mark_keys_kernel", "mark_unfit_kernel"]
+        for x in prepared:
+            assert list(x.arguments) == x.kernel.arg_names, "arguments are passed by position"
+            assert compile_launch(x, meta_tensors(p, recipe), 90).resources["STACK"] == 0, x
 
 
 def test_a_new_length_compiles_nothing() -> None:

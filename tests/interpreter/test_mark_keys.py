@@ -24,7 +24,7 @@ def marked(mask: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     steps = [(0, t.stride(0), t.stride(2), t.stride(1)) for t in (k, v)]
     mark_unfit_kernel[(groups * heads * batch,)](
         k, v, caps, spans, *steps[0], *steps[1], 0, int(lines > 1), batch, heads, N, pitch,
-        D=D, DV=v.shape[-1], BLOCK_D=32, BLOCK_DV=16, TILES=2,
+        D=D, DV=v.shape[-1], TILES=2,
     )  # fmt: skip
     return caps, spans
 

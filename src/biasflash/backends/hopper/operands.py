@@ -171,16 +171,17 @@ class KeyMask:
 
     def _mark_unfit(self) -> Launch:
         tiles = 4  # a program has 256 keys: where all are whole it returns after one load
-        arguments: dict[str, Any] = {"k_ptr": Slot("k"), "v_ptr": Slot("v")}
+        kernel = mark_keys.mark_unfit_kernel
+        given: dict[str, Any] = {"k_ptr": Slot("k"), "v_ptr": Slot("v"), "caps_ptr": Slot("caps")}
         for name, strides in self.rows.items():
-            arguments |= dict(zip((f"{name}_{axis}" for axis in ("b0", "b1", "h", "n")), strides, strict=True))
+            given |= dict(zip((f"{name}_{axis}" for axis in ("b0", "b1", "h", "n")), strides, strict=True))
         D, Dv = self.widths
-        arguments |= {"caps_ptr": Slot("caps"), "spans_ptr": Slot("spans"), **self._line_steps(), "n1": self.batch[1]}
-        arguments |= {"heads": self.heads, "N": self.keys, "pitch": self.pitch, "D": D, "DV": Dv, "TILES": tiles}
-        arguments |= {"BLOCK_D": config.padded(D), "BLOCK_DV": config.padded(Dv)}
+        given |= {"spans_ptr": Slot("spans"), **self._line_steps(), "n1": self.batch[1], "heads": self.heads}
+        given |= {"N": self.keys, "pitch": self.pitch, "D": D, "DV": Dv, "TILES": tiles}
         groups = -(-self.keys // (MARK * tiles))
         grid = groups * self.heads * self.batch[0] * self.batch[1]
-        return Launch(kernel=mark_keys.mark_unfit_kernel, grid=grid, arguments=arguments, warps=4, stages=1)
+        arguments = {name: given[name] for name in kernel.arg_names}
+        return Launch(kernel=kernel, grid=grid, arguments=arguments, warps=4, stages=1)
 
     def _line_steps(self) -> dict[str, int]:
         return {
