@@ -389,6 +389,10 @@ def test_what_its_kernels_take_raises_no_objection(p: Problem) -> None:
         (problem(M=100, N=4096), "100 queries x 4096 keys; below 128 x 192"),
         (problem(M=4096, N=100), "4096 queries x 100 keys; below 128 x 192"),
         (problem(batch=(1,), Hq=2), "16 tiles of 128 queries; below 80"),
+        (problem(M=1535, N=1535), "1535 keys of width 64, no bias; below 1536"),
+        (problem(D=32, M=4096, N=4095, causal=True), "4095 keys of width 32, no bias, causal; below 4096"),
+        (problem(M=1000, causal=True), "1000 keys of width 64, no bias, causal; below 1536"),
+        (problem(M=320, masks=("b11N",)), "320 keys of width 64, a mask; below 384"),
     ],
 )
 def test_small_problems_go_to_the_portable_kernels_unless_this_backend_is_named(p: Problem, words: str) -> None:
@@ -398,6 +402,23 @@ def test_small_problems_go_to_the_portable_kernels_unless_this_backend_is_named(
     free, named = plan.choose(p), plan.choose(p, "hopper")
     assert (free.backend, named.backend) == ("triton", "hopper")
     assert any(words in reason for reason in dict(free.objections)["hopper"])
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        problem(M=1536),
+        problem(D=128, M=512),
+        problem(M=512, biases=FULL),
+        problem(M=512, biases=SHARED, masks=("b11N",)),
+        problem(M=384, masks=("b11N",)),
+        problem(M=1000, masks=("b11N",), causal=True),
+        problem(M=1000, causal=True, trained=(False, False, False)),
+    ],
+    ids=repr,
+)
+def test_short_calls_that_these_kernels_do_faster_stay(p: Problem) -> None:
+    assert not backend.reservations(p)
 
 
 def test_it_is_chosen_first() -> None:

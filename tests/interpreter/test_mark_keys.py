@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from biasflash.backends.hopper.mark_keys import LARGEST, MARK, mark_keys_kernel, mark_unfit_kernel
+from biasflash.backends.hopper.mark_keys import LARGEST, MARK, TILES, mark_keys_kernel, mark_unfit_kernel
 
-TILE = int(MARK.value)
+TILE, GROUP = int(MARK.value), int(TILES.value)
 
 
 def marked(mask: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,11 +20,11 @@ def marked(mask: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     pitch = (-(-N // 256) + 1) * 256
     caps, spans = torch.full((lines, pitch), math.nan), torch.full((lines, pitch // TILE + 1), math.nan)
     mark_keys_kernel[(lines,)](mask.view(torch.uint8), caps, spans, 0, mask.stride(0), 1, lines, N, pitch, BLOCK=1024)
-    groups = -(-N // (TILE * 2))
+    groups = -(-N // (TILE * GROUP))
     steps = [(0, t.stride(0), t.stride(2), t.stride(1)) for t in (k, v)]
     mark_unfit_kernel[(groups * heads * batch,)](
         k, v, caps, spans, *steps[0], *steps[1], 0, int(lines > 1), batch, heads, N, pitch,
-        D=D, DV=v.shape[-1], TILES=2,
+        D=D, DV=v.shape[-1],
     )  # fmt: skip
     return caps, spans
 
@@ -40,7 +40,8 @@ def wanted(mask: Tensor, k: Tensor, v: Tensor) -> list[list[float]]:
         codes = []
         for at in range(0, N, TILE):
             hidden = ~keep[at : at + TILE]
-            leaks = at // TILE < last and bool((bad[:, at : at + TILE] & hidden).any())
+            copied = at // (TILE * GROUP) * GROUP < max(last, 1)  # in one of the largest tiles that kernels copy
+            leaks = copied and bool((bad[:, at : at + TILE] & hidden).any())
             codes.append(-1.0 if leaks else float(not hidden.any()))
         rows.append([float(last), *codes])
     return rows
@@ -68,11 +69,14 @@ def test_tiles_whose_hidden_keys_do_not_vanish_are_marked(lines: int, value: flo
     assert found == ({0.0, 1.0} if abs(value) < float(LARGEST.value) else {-1.0, 0.0, 1.0})
 
 
-def test_keys_behind_the_last_visible_one_are_not_read() -> None:
-    k = torch.full((2, 200, 1, 16), math.nan)
-    mask = torch.zeros(2, 200, dtype=torch.bool)
+def test_keys_are_looked_at_as_far_as_kernels_copy_them() -> None:
+    k = torch.full((3, 600, 1, 16), math.nan)
+    mask = torch.zeros(3, 600, dtype=torch.bool)
     mask[1, :64] = True
-    k[1, :64] = 1.0
+    mask[2, :257] = True
     caps, spans = marked(mask, k, k)
-    assert spans[:, :5].tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.0]]
-    assert torch.equal(caps[:, :200] > 0, mask)
+    nothing, one, more = (row[:11].tolist() for row in spans)
+    assert nothing == [0.0, *[-1.0] * 4, *[0.0] * 6], "the first tile is met all the same"
+    assert one == [1.0, 1.0, *[-1.0] * 3, *[0.0] * 6]
+    assert more == [5.0, *[1.0] * 4, *[-1.0] * 4, 0.0, 0.0]
+    assert torch.equal(caps[:, :600] > 0, mask)

@@ -6,6 +6,7 @@ import triton.language as tl
 from biasflash.tile.memory import wide
 
 MARK = tl.constexpr(64)  # keys that one code is about
+TILES = tl.constexpr(4)  # codes of the largest tile of keys that a kernel copies
 
 
 @triton.jit(do_not_specialize=["mask_b0", "mask_b1", "mask_n", "lines_1", "N", "pitch"])
@@ -61,13 +62,13 @@ def holds_unfit(base, row_step, hidden, WIDTH: tl.constexpr):
                                "heads", "N", "pitch"])  # fmt: skip
 def mark_unfit_kernel(
     k_ptr, v_ptr, caps_ptr, spans_ptr, k_b0, k_b1, k_h, k_n, v_b0, v_b1, v_h, v_n, line_0, line_1, n1, heads, N, pitch,
-    D: tl.constexpr, DV: tl.constexpr, TILES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Code -1.0 for tiles of 64 keys of which a hidden one holds what 0 does not make 0, in any head of any batch item.
 
     Only these are made 0 where they lie in shared memory (``marks.blank_hidden``), which takes longer than the tile's
-    products. Reads hidden keys and values up to the last tile in which a key is visible. Several programs may write one
-    code, all of them -1.0.
+    products. Reads hidden keys and values as far as kernels may copy them: up to the end of the largest tile around the
+    last visible key, the first one if there is none. Several programs may write one code, all of them -1.0.
 
     Grid: one program per TILES tiles of keys (fastest), key head, batch item; item ``(b0, b1)`` has line
     ``b0 * line_0 + b1 * line_1``. The last axis of k and v is dense.
@@ -80,8 +81,9 @@ def mark_unfit_kernel(
     line = b0 * line_0 + b1 * line_1
     caps_ptr += line * pitch
     spans_ptr += line * (pitch // MARK + 1)
-    last = tl.load(spans_ptr).to(tl.int32)
-    for tile in range(group * TILES, tl.minimum(group * TILES + TILES, last)):
+    first = group * TILES
+    last = tl.maximum(tl.load(spans_ptr).to(tl.int32), 1)
+    for tile in range(first, tl.where(first < last, first + TILES, first)):
         if tl.load(spans_ptr + 1 + tile) < 1.0:
             key = tile * MARK + tl.arange(0, MARK)
             hidden = (tl.load(caps_ptr + key) < 0.0) & (key < N)

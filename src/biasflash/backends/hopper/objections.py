@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 
@@ -18,10 +19,76 @@ LEAST_KEYS = 192
 LEAST_TILES = 80
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShortRule:
+    """Keys below which calls without a bias are left to the portable kernels, whose tiles fill and turn over faster.
+
+    Forward and backward are chosen together; figures are those of one H200, milliseconds portable / these kernels.
+    """
+
+    keys: int
+    max_width: int  # of D and Dv
+    is_causal: bool
+    has_mask: bool
+    trains_only: bool = False  # for calls with a backward pass
+    why: str
+
+
+SHORT: tuple[ShortRule, ...] = (
+    ShortRule(
+        keys=1536,
+        max_width=64,
+        is_causal=False,
+        has_mask=False,
+        why="D 64, 1,025 keys: 0.813 / 0.881 forward, 2.02 / 2.27 backward; 193 keys: 0.339 / 0.582, 0.821 / 1.13",
+    ),
+    ShortRule(
+        keys=384,
+        max_width=64,
+        is_causal=False,
+        has_mask=True,
+        why="D 64, padding, 256 keys: 0.176 / 0.272 forward, 0.380 / 0.402 backward",
+    ),
+    ShortRule(
+        keys=4096,
+        max_width=32,
+        is_causal=True,
+        has_mask=False,
+        why="D 32, 1,024 keys: 0.176 / 0.222 forward, 0.448 / 0.532 backward; 2,048 keys: 0.293 / 0.325, 0.754 / 0.789",
+    ),
+    ShortRule(
+        keys=1536,
+        max_width=64,
+        is_causal=True,
+        has_mask=False,
+        trains_only=True,
+        why="D 64, 1,024 keys: 0.240 / 0.222 forward, 0.601 / 0.668 backward",
+    ),
+)
+
+
+def short_rule(problem: Problem) -> ShortRule | None:
+    """The rule by which a call is short, if there is one."""
+    p = problem
+    if any(t.kind != "keep" for t in p.terms):
+        return None
+    facts = p.causal_shift is not None, bool(p.terms)
+    for rule in SHORT:
+        fits = facts == (rule.is_causal, rule.has_mask) and max(p.D, p.Dv) <= rule.max_width
+        if fits and rule.keys > p.N and (any(p.trainable) or not rule.trains_only):
+            return rule
+    return None
+
+
 def to_size(problem: Problem) -> list[str]:
     """Where the portable kernels are faster."""
     p = problem
     found = []
+    short_of = short_rule(p)
+    if short_of is not None:
+        kind = f"{'a mask' if short_of.has_mask else 'no bias'}{', causal' if short_of.is_causal else ''}"
+        of = f"width {max(p.D, p.Dv)}, {kind}"
+        found.append(f"{p.N} keys of {of}; below {short_of.keys} the portable kernels are faster")
     if p.M < LEAST_QUERIES or p.N < LEAST_KEYS:
         least = f"{LEAST_QUERIES} x {LEAST_KEYS}"
         found.append(f"{p.M} queries x {p.N} keys; below {least} the portable kernels are faster")

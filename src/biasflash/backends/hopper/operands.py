@@ -25,9 +25,9 @@ MOST_KNOWN = 128
 #: what Triton 3.6 passes to a launcher's C function before the kernel's arguments, in the letters of Python's parser
 CALL = "iiiKKppOOOOOO"
 #: keys that one code of ``mark_keys_kernel`` is about
-MARK = 64
+MARK = int(mark_keys.MARK.value)
 #: the most keys of a tile
-LARGEST_TILE = 256
+LARGEST_TILE = MARK * int(mark_keys.TILES.value)
 
 
 class Tile(Protocol):
@@ -170,15 +170,14 @@ class KeyMask:
         return Launch(kernel=mark_keys.mark_keys_kernel, grid=self.lines, arguments=arguments, warps=4, stages=1)
 
     def _mark_unfit(self) -> Launch:
-        tiles = 4  # a program has 256 keys: where all are whole it returns after one load
         kernel = mark_keys.mark_unfit_kernel
         given: dict[str, Any] = {"k_ptr": Slot("k"), "v_ptr": Slot("v"), "caps_ptr": Slot("caps")}
         for name, strides in self.rows.items():
             given |= dict(zip((f"{name}_{axis}" for axis in ("b0", "b1", "h", "n")), strides, strict=True))
         D, Dv = self.widths
         given |= {"spans_ptr": Slot("spans"), **self._line_steps(), "n1": self.batch[1], "heads": self.heads}
-        given |= {"N": self.keys, "pitch": self.pitch, "D": D, "DV": Dv, "TILES": tiles}
-        groups = -(-self.keys // (MARK * tiles))
+        given |= {"N": self.keys, "pitch": self.pitch, "D": D, "DV": Dv}
+        groups = -(-self.keys // LARGEST_TILE)
         grid = groups * self.heads * self.batch[0] * self.batch[1]
         arguments = {name: given[name] for name in kernel.arg_names}
         return Launch(kernel=kernel, grid=grid, arguments=arguments, warps=4, stages=1)
