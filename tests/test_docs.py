@@ -224,7 +224,7 @@ def test_ratios_to_other_runs_are_those_of_the_summary(published: summary.Publis
     assert compared == 19
 
 
-SWEEPS = [SUMMARY.with_name(f"h200-{part}.json") for part in ("curve", "grid")]
+SWEEPS = [SUMMARY.with_name(f"h200-{part}.json") for part in ("curve", "grid", "grid-wide")]
 
 
 def test_the_picture_of_the_sweep_shows_its_reports(tmp_path: Path) -> None:

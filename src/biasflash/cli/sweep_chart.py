@@ -99,7 +99,7 @@ def draw(samples: Sequence[Sample], slow: Sequence[Slow], grown: Sequence[Growth
     if not timed:
         raise ValueError("nothing was timed: there is nothing to draw")
     modes = [mode for mode in TITLES if any(s.mode == mode for s in timed)]
-    figure = Figure(figsize=(15.0, 4.1 * 3), dpi=110, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(15.0, 4.1 * 3), dpi=96, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(3, 2, squeeze=False)
     top = max((s.tflops or 0.0 for s in timed if s.point.part == GRID), default=1.0)

@@ -272,9 +272,9 @@ class HopperBackward(BackwardPlan):
         kernels = {"dkdv": backward_wide.wide_dkdv_kernel, "dq": backward_wide.wide_dq_kernel}
         return record(ops, kernels[kernel], given, tile)
 
-    def _balance(self, programs: int, shared: int) -> int:
+    def _balance(self, programs: int, shared: int, most: int) -> int:
         """Chunks that keep persistent programs busy to the end; an item costs about three pairs to begin with."""
-        most = max(1, min(8, shared // 8))
+        most = max(1, min(8, shared // 8, most))
         rounds = {n: triton.cdiv(programs * n, self.ops.device.multiprocessors) for n in range(1, most + 1)}
         return min(rounds, key=lambda n: rounds[n] * (triton.cdiv(shared, n) + 3))
 

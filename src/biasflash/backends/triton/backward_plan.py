@@ -23,7 +23,7 @@ from biasflash.backends.triton.operands import Device, Launch, Layout, Operands,
 from biasflash.backends.triton.recipe import Recipe, Sum, add_chunks
 from biasflash.problem import Problem
 
-#: a shared bias gradient is split into at most this much float32 scratch
+#: a shared bias gradient is split into so much float32 scratch at most, all that is held beside lse and delta included
 SCRATCH_BYTES = 64 * 2**20
 
 
@@ -236,9 +236,9 @@ class BackwardPlan:
         yield self._owner(i, part)
         yield from self._total(i, part)
 
-    def _fill(self, programs: int, shared: int) -> int:
+    def _fill(self, programs: int, shared: int, most: int) -> int:
         """Chunks that make four programs on each multiprocessor."""
-        return -(-4 * self.ops.device.multiprocessors // programs)
+        return min(most, -(-4 * self.ops.device.multiprocessors // programs))
 
     def _owned(self, i: int) -> tuple[tuple[bool, ...], list[int]]:
         """Which axes ``(*batch, heads)`` bias ``i`` varies along, and their sizes, 1 for the others."""
@@ -246,16 +246,22 @@ class BackwardPlan:
         axes = (*self.ops.sizes, self.problem.Hq)
         return owns, [size if own else 1 for size, own in zip(axes, owns, strict=True)]
 
-    def _share(self, i: int, block_m: int, block_n: int, wanted: Callable[[int, int], int]) -> Share:
+    def _held(self, but: str) -> int:
+        """Bytes beside lse and delta that are known so far, ``but`` one."""
+        p = self.problem
+        others = sum(count for name, count in self.scratch.items() if name not in ("delta", but))
+        return 4 * (others + (self.heads * p.M if p.keeps_low else 0))
+
+    def _share(self, i: int, block_m: int, block_n: int, wanted: Callable[[int, int, int], int]) -> Share:
         """How the pairs of (batch item, head) that share bias ``i`` are cut into chunks: ``wanted(programs without
-        chunks, pairs)``, as far as there are pairs and the sums of chunks fit the scratch."""
+        chunks, pairs, the most chunks)``; at most as many as there are pairs and as sums of chunks fit the scratch."""
         p = self.problem
         owns, sizes = self._owned(i)
         owners = math.prod(sizes)
         shared, count = self.heads // owners, owners * p.M * p.N
         tiles = triton.cdiv(p.M, block_m) * triton.cdiv(p.N, block_n)
-        most = min(shared, SCRATCH_BYTES // (4 * count))
-        chunk = triton.cdiv(shared, max(1, min(most, wanted(tiles * owners, shared))))
+        most = max(1, min(shared, (SCRATCH_BYTES - self._held(f"partial{i}")) // (4 * count)))
+        chunk = triton.cdiv(shared, wanted(tiles * owners, shared, most))
         chunks = triton.cdiv(shared, chunk)
         if chunks > 1:
             self.scratch[f"partial{i}"] = chunks * count
