@@ -21,7 +21,7 @@ def marked(mask: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     caps, spans = torch.full((lines, pitch), math.nan), torch.full((lines, pitch // TILE + 1), math.nan)
     mark_keys_kernel[(lines,)](mask.view(torch.uint8), caps, spans, 0, mask.stride(0), 1, lines, N, pitch, BLOCK=1024)
     groups = -(-N // (TILE * GROUP))
-    steps = [(0, t.stride(0), t.stride(2), t.stride(1)) for t in (k, v)]
+    steps = [(0, t.stride(0) // 8, t.stride(2) // 8, t.stride(1) // 8) for t in (k, v)]
     mark_unfit_kernel[(groups * heads * batch,)](
         k, v, caps, spans, *steps[0], *steps[1], 0, int(lines > 1), batch, heads, N, pitch,
         D=D, DV=v.shape[-1],

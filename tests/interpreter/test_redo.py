@@ -36,7 +36,7 @@ class _Redo(BackwardPlan):
         if self.runs_dq:
             yield self._dq(REDO=True)
         for i in self.owned:
-            part = self._share(i, 16, 16, lambda programs, shared: 1)
+            part = self._share(i, 16, 16, lambda programs, shared, most: 1)
             pointer = Slot("lse" if self.raised else "dlse")  # of which some are above 0, and none is
             yield self._owner(i, part, REDO=True, redo_ptr=pointer, redo_pitch=self.heads)
 

@@ -137,3 +137,17 @@ def store_term_grad(
     """Sink of a full tile of a bias gradient; rounds to the gradient's dtype."""
     pointers = term_pointers(base, strides, q_start, k_start, q_local, k_local, True, True, VEC, WIDE)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_unseen(
+    ds_base, ds_strides, end, k_at, q_local, k_local, k_own, M,
+    DS_VEC: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Zeros where score gradients are stored, for the queries before ``end``, which see none of these keys."""
+    for q_start in range(0, end, BLOCK_M):
+        inside_tile = k_own[:, None] & (q_start + q_local < M)[None, :]
+        nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        store_term_grad(
+            ds_base, ds_strides, q_start, k_at, q_local[None, :], k_local[:, None], inside_tile, nothing, DS_VEC, WIDE
+        )

@@ -22,18 +22,17 @@ from biasflash.backends.hopper import (
 )
 from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
 from biasflash.backends.hopper.config_kinds import BackwardTile, OwnerTile, PairTile, SingleTile
+from biasflash.backends.hopper.key_mask import KeyMask, key_mask, mask_arguments
 from biasflash.backends.hopper.operands import (
     Box,
     Boxed,
     DescriptorLaunch,
-    KeyMask,
     arguments_of,
     batch_of,
     boxed,
     common_arguments,
     has_float32_bias,
     items_share_bias,
-    key_mask,
     no_tile,
     record,
     statistics,
@@ -208,6 +207,7 @@ class HopperBackward(BackwardPlan):
         """What all kernels take by the same name; two warpgroups compute in each."""
         return {
             **common_arguments(self.ops, 2),
+            **mask_arguments(self._mask),
             **arguments_of(boxes),
             "reference_desc": self._rows("reference", rows),
             "delta_desc": self._rows("delta", rows),

@@ -11,6 +11,7 @@ import triton
 from biasflash.backends.hopper import config, config_float32, forward, forward_shared, objections
 from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
 from biasflash.backends.hopper.config_kinds import ForwardTile, SharedTile
+from biasflash.backends.hopper.key_mask import key_mask, mask_arguments
 from biasflash.backends.hopper.operands import (
     DescriptorLaunch,
     arguments_of,
@@ -18,7 +19,6 @@ from biasflash.backends.hopper.operands import (
     common_arguments,
     has_float32_bias,
     items_share_bias,
-    key_mask,
     no_tile,
     record,
 )
@@ -87,6 +87,7 @@ def _launch(ops: Operands, tile: ForwardTile | SharedTile) -> DescriptorLaunch:
     groups = 2 if isinstance(tile, SharedTile) else tile.warpgroups
     given: dict[str, Any] = {
         **common_arguments(ops, groups),
+        **mask_arguments(mask),
         **arguments_of(boxes),
         "caps_desc": mask.caps(tile.block_n) if mask else boxes["k"].box,
         "lse_ptr": Slot("lse"),

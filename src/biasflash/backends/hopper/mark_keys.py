@@ -7,6 +7,7 @@ from biasflash.tile.memory import wide
 
 MARK = tl.constexpr(64)  # keys that one code is about
 TILES = tl.constexpr(4)  # codes of the largest tile of keys that a kernel copies
+UNIT = tl.constexpr(8)  # elements in the 16 bytes by which keys and values step: strides come in these, which shows it
 
 
 @triton.jit(do_not_specialize=["mask_b0", "mask_b1", "mask_n", "lines_1", "N", "pitch"])
@@ -45,10 +46,16 @@ LARGEST = tl.constexpr(2.0**40)
 
 
 @triton.jit
+def plane(ptr, b0, b1, h, step_0, step_1, step_h):
+    """Where a head begins."""
+    return ptr + (b0 * step_0 + b1 * step_1 + h * step_h) * UNIT
+
+
+@triton.jit
 def holds_unfit(base, row_step, hidden, WIDTH: tl.constexpr):
     """Whether one of the MARK rows from ``base`` on that are ``hidden`` holds NaN, inf, or more than LARGEST."""
     COLUMNS: tl.constexpr = 32  # at a time: 16 values of a thread
-    rows = base + tl.arange(0, MARK).to(tl.int64)[:, None] * row_step
+    rows = base + tl.arange(0, MARK).to(tl.int64)[:, None] * row_step * UNIT
     found = 0
     for at in range(0, WIDTH, COLUMNS):
         column = at + tl.arange(0, COLUMNS)[None, :]
@@ -71,7 +78,7 @@ def mark_unfit_kernel(
     last visible key, the first one if there is none. Several programs may write one code, all of them -1.0.
 
     Grid: one program per TILES tiles of keys (fastest), key head, batch item; item ``(b0, b1)`` has line
-    ``b0 * line_0 + b1 * line_1``. The last axis of k and v is dense.
+    ``b0 * line_0 + b1 * line_1``. The last axis of k and v is dense, their strides along others are in steps of UNIT.
     """
     groups = tl.cdiv(N, MARK * TILES)
     group = tl.program_id(0) % groups
@@ -88,7 +95,7 @@ def mark_unfit_kernel(
             key = tile * MARK + tl.arange(0, MARK)
             hidden = (tl.load(caps_ptr + key) < 0.0) & (key < N)
             at = wide(tile) * MARK
-            k = k_ptr + b0 * k_b0 + b1 * k_b1 + h * k_h + at * k_n
-            v = v_ptr + b0 * v_b0 + b1 * v_b1 + h * v_h + at * v_n
+            k = plane(k_ptr, b0, b1, h, k_b0, k_b1, k_h) + at * k_n * UNIT
+            v = plane(v_ptr, b0, b1, h, v_b0, v_b1, v_h) + at * v_n * UNIT
             if holds_unfit(k, k_n, hidden, D) | holds_unfit(v, v_n, hidden, DV):
                 tl.store(spans_ptr + 1 + tile, -1.0)

@@ -8,16 +8,8 @@ import triton
 import triton.language as tl
 
 from biasflash.backends.triton.tiles import chosen, list_part, list_row
-from biasflash.tile.bias import load_terms, seen_keys, store_term_grad, term_bases
-from biasflash.tile.memory import (
-    head_offset,
-    inside,
-    local,
-    owned,
-    shifted,
-    shifted_keys,
-    wide,
-)
+from biasflash.tile.bias import load_terms, seen_keys, store_term_grad, store_unseen, term_bases
+from biasflash.tile.memory import head_offset, inside, local, owned, shifted, shifted_keys, wide
 from biasflash.tile.redo import any_flag, any_of_planes, redo_share, tile_flag
 from biasflash.tile.score import score_grad_tile, score_tile
 from biasflash.tile.softmax import (
@@ -46,20 +38,6 @@ from biasflash.tile.strips import (
 
 
 @triton.jit
-def store_unseen(
-    ds_base, ds_strides, end, k_at, q_local, k_local, k_own, M,
-    DS_VEC: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Zeros where score gradients are stored, for the queries before ``end``, which see none of these keys."""
-    for q_start in range(0, end, BLOCK_M):
-        inside_tile = k_own[:, None] & (q_start + q_local < M)[None, :]
-        nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        store_term_grad(
-            ds_base, ds_strides, q_start, k_at, q_local[None, :], k_local[:, None], inside_tile, nothing, DS_VEC, WIDE
-        )
-
-
-@triton.jit
 def dkdv_tile(
     tile, b, kv_head,
     q_ptr, k_ptr, v_ptr, dout_ptr, reference_ptr, lse_ptr, low_ptr, delta_ptr, rare_ptr, dk_ptr, dv_ptr, ds_ptr,
@@ -84,9 +62,7 @@ def dkdv_tile(
     q_rows = inside(q_local, M, SHORT_M)
     k_rows = inside(k_local, N, SHORT_N)
     k_own = owned(k_at, k_start, k_local, N, SHORT_N)
-    unit = LOG2E
-    if not SCALED:
-        unit = scale * LOG2E
+    unit = LOG2E if SCALED else scale * LOG2E
     k = load_strips(k_base, k_at, k_rows, k_strides, D, D_STRIPS, K_VEC, WIDE)  # [N, D]
     v = load_strips(v_base, k_at, k_rows, v_strides, DV, DV_STRIPS, V_VEC, WIDE)  # [N, Dv]
     acc_dk = zero_strips(BLOCK_N, D_STRIPS)
@@ -97,7 +73,6 @@ def dkdv_tile(
         head = wide(b) * heads + h
         reference_row = reference_ptr + head * statistics_pitch(M, BLOCK_M)
         delta_row = delta_ptr + head * statistics_pitch(M, BLOCK_M)
-        lse_row = lse_ptr + head * M
         low_row = low_ptr + head * M
         q_base = q_ptr + head_offset(b, h, q_strides, sizes, Q_VEC)
         dout_base = dout_ptr + head_offset(b, h, dout_strides, sizes, DOUT_VEC)
@@ -146,7 +121,7 @@ def dkdv_tile(
                     if PAIR or phase == 2:
                         low = tl.load(low_row + q_at + q_rows) * LOG2E
                     if phase == 2:
-                        lse = tl.load(lse_row + q_at + q_rows)
+                        lse = tl.load(lse_ptr + head * M + q_at + q_rows)
                         q_own = q_own & is_met_again(lse, flag)
                         reference = tl.where(q_own, extreme_reference(lse, flag), float("inf"))
                     dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
@@ -155,9 +130,8 @@ def dkdv_tile(
                         D, COLUMNS, K_VEC, Q_VEC, WIDE, PRECISION,
                     )  # [N, M]  # fmt: skip
                     y = score_tile(
-                        s, terms, (q_at + q_local)[None, :], (k_at + k_local)[:, None],
-                        k_own[:, None], scale, shift, FULL_TERMS if phase == 1 else TERMS, SCALED, IS_CAUSAL,
-                        phase != 1,
+                        s, terms, (q_at + q_local)[None, :], (k_at + k_local)[:, None], k_own[:, None], scale, shift,
+                        FULL_TERMS if phase == 1 else TERMS, SCALED, IS_CAUSAL, phase != 1,
                     )  # [N, M]  # fmt: skip
                     p = probability(y, reference[None, :], low[None, :], unit, PAIR or phase == 2)
                     if WANT_DV:
@@ -273,9 +247,7 @@ def dq_tile(
     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
     head = wide(b) * heads + h
     at = head * M + q_at + q_rows
-    unit = LOG2E
-    if not SCALED:
-        unit = scale * LOG2E
+    unit = LOG2E if SCALED else scale * LOG2E
     q = load_strips(q_base, q_at, q_rows, q_strides, D, D_STRIPS, Q_VEC, WIDE)  # [M, D]
     dout = load_strips(dout_base, q_at, q_rows, dout_strides, DV, DV_STRIPS, DOUT_VEC, WIDE)  # [M, Dv]
     lse = tl.load(lse_ptr + at)

@@ -115,9 +115,7 @@ def dbias_tile(
     k_rows = inside(k_local, N, SHORT_N)
     q_own = owned(q_at, q_start, q_local, M, SHORT_M)
     k_own = owned(k_at, k_start, k_local, N, SHORT_N)
-    unit = LOG2E
-    if not SCALED:
-        unit = scale * LOG2E
+    unit = LOG2E if SCALED else scale * LOG2E
 
     acc_ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     first = part * chunk

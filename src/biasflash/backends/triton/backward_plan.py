@@ -250,7 +250,7 @@ class BackwardPlan:
         """Bytes beside lse and delta that are known so far, ``but`` one."""
         p = self.problem
         others = sum(count for name, count in self.scratch.items() if name not in ("delta", but))
-        return 4 * (others + (self.heads * p.M if p.keeps_low else 0))
+        return 4 * int(others + (self.heads * p.M if p.keeps_low else 0))
 
     def _share(self, i: int, block_m: int, block_n: int, wanted: Callable[[int, int, int], int]) -> Share:
         """How the pairs of (batch item, head) that share bias ``i`` are cut into chunks: ``wanted(programs without

@@ -67,9 +67,7 @@ def forward_tile(
     k_local = local(BLOCK_N, WIDE)
     q_rows = inside(q_local, M, SHORT_M)
     k_rows = inside(k_local, N, SHORT_N)
-    unit = LOG2E
-    if not SCALED:
-        unit = scale * LOG2E
+    unit = LOG2E if SCALED else scale * LOG2E
     q = load_strips(q_base, q_at, q_rows, q_strides, D, D_STRIPS, Q_VEC, WIDE)  # [M, D]
 
     acc_out = zero_strips(BLOCK_M, DV_STRIPS)
