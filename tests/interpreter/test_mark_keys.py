@@ -42,7 +42,7 @@ def wanted(mask: Tensor, k: Tensor, v: Tensor) -> list[list[float]]:
             hidden = ~keep[at : at + TILE]
             copied = at // (TILE * GROUP) * GROUP < max(last, 1)  # in one of the largest tiles that kernels copy
             leaks = copied and bool((bad[:, at : at + TILE] & hidden).any())
-            codes.append(-1.0 if leaks else float(not hidden.any()))
+            codes.append(-1.0 if leaks or (hidden.any() and not copied) else float(not hidden.any()))
         rows.append([float(last), *codes])
     return rows
 
@@ -75,8 +75,15 @@ def test_keys_are_looked_at_as_far_as_kernels_copy_them() -> None:
     mask[1, :64] = True
     mask[2, :257] = True
     caps, spans = marked(mask, k, k)
-    nothing, one, more = (row[:11].tolist() for row in spans)
-    assert nothing == [0.0, *[-1.0] * 4, *[0.0] * 6], "the first tile is met all the same"
-    assert one == [1.0, 1.0, *[-1.0] * 3, *[0.0] * 6]
-    assert more == [5.0, *[1.0] * 4, *[-1.0] * 4, 0.0, 0.0]
+    assert [row[:11].tolist() for row in spans] == [
+        [0.0, *[-1.0] * 10],
+        [1.0, 1.0, *[-1.0] * 9],
+        [5.0, *[1.0] * 4, *[-1.0] * 6],
+    ]
     assert torch.equal(caps[:, :600] > 0, mask)
+    _, spans = marked(mask, k.nan_to_num(), k.nan_to_num())
+    assert [row[:11].tolist() for row in spans] == [
+        [0.0, *[0.0] * 4, *[-1.0] * 6],  # the first tile is met all the same
+        [1.0, 1.0, *[0.0] * 3, *[-1.0] * 6],
+        [5.0, *[1.0] * 4, *[0.0] * 4, -1.0, -1.0],  # what nobody looked at counts as unfit
+    ]

@@ -17,8 +17,9 @@ def mark_keys_kernel(
     """What each key's scores are cut to: float32 ``caps_ptr[lines, pitch]``, inf, or -inf where it is hidden or none.
 
     And float32 ``spans_ptr[lines, 1 + pitch // 64]``: first how many tiles of 64 keys there are up to the last visible
-    one, then a code for each tile: 1.0 if no key of it is hidden, else 0.0 (or -1.0, see ``mark_unfit_kernel``). (A
-    minimum with inf or -inf is one instruction, which also takes NaN to -inf.)
+    one, then a code for each tile: 1.0 if no key of it is hidden; else 0.0 if ``mark_unfit_kernel`` looks at it, which
+    may make that -1.0, and -1.0 if not. A tile behind the item's own last one is met where two items of different
+    lengths go together. (A minimum with inf or -inf is one instruction, which also takes NaN to -inf.)
 
     Grid: lines; ``lines_1`` of them for each index of the first batch axis. ``pitch`` is a multiple of 64.
     """
@@ -32,12 +33,16 @@ def mark_keys_kernel(
         key = start + tl.arange(0, BLOCK)
         keep = tl.load(mask_ptr + key.to(tl.int64) * mask_n, mask=key < N, other=0) != 0
         tl.store(caps_ptr + key, tl.where(keep, float("inf"), float("-inf")), mask=key < pitch)
-        tile = start // MARK + tl.arange(0, BLOCK // MARK)
-        seen = tl.max(tl.reshape(keep.to(tl.int32), [BLOCK // MARK, MARK]), 1)
-        whole = tl.min(tl.reshape((keep | (key >= N)).to(tl.int32), [BLOCK // MARK, MARK]), 1)
-        tl.store(spans_ptr + 1 + tile, whole.to(tl.float32), mask=tile < pitch // MARK)
-        end = tl.maximum(end, tl.max(seen * (tile + 1), 0))
+        end = tl.maximum(end, tl.max(tl.where(keep, key // MARK + 1, 0), 0))
     tl.store(spans_ptr, end.to(tl.float32))
+    looked_at = tl.cdiv(tl.maximum(end, 1), TILES) * TILES
+    for start in range(0, pitch, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        keep = tl.load(mask_ptr + key.to(tl.int64) * mask_n, mask=key < N, other=1) != 0
+        whole = tl.min(tl.reshape(keep.to(tl.int32), [BLOCK // MARK, MARK]), 1)
+        tile = start // MARK + tl.arange(0, BLOCK // MARK)
+        code = tl.where(whole != 0, 1.0, tl.where(tile < looked_at, 0.0, -1.0))
+        tl.store(spans_ptr + 1 + tile, code, mask=tile < pitch // MARK)
 
 
 #: Of an entry of a key or value: a weight of 0 times anything up to it is 0, and score gradients are 0, too, because
