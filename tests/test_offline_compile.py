@@ -168,6 +168,8 @@ BY_RULE = [
         causal=True,
     ),
     Asked(name="float32 d192 dv64, mask", D=192, Dv=64, dtype=F32, masks=("B1MN",)),
+    Asked(name="float32 d144 dv256", D=144, Dv=256, dtype=F32),
+    Asked(name="float32 d129, shared bias", D=129, dtype=F32, biases=SHARED),
 ]
 
 

@@ -50,7 +50,7 @@ def dkdv_tile(
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr, SUM_COLUMNS: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, DP_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile of one batch item and key head, see ``dkdv_kernel``."""
     k_start = tile * BLOCK_N
@@ -139,7 +139,7 @@ def dkdv_tile(
                     if WANT_DK or STORE_DS or SUM_COLUMNS:
                         dp = dot_heads(
                             v, v_base, k_at, k_rows, v_strides, dout, dout_base, q_at, q_rows, dout_strides,
-                            DV, COLUMNS, V_VEC, DOUT_VEC, WIDE, PRECISION,
+                            DV, DP_COLUMNS, V_VEC, DOUT_VEC, WIDE, PRECISION,
                         )  # [N, M]  # fmt: skip
                         ds = score_grad_tile(p, dp, delta[None, :], HAS_KEEP)
                         if WANT_DK:
@@ -171,10 +171,11 @@ def dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr, D_STRIPS: tl.constexpr, DV_STRIPS: tl.constexpr,
     Q_VEC: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, DK_VEC: tl.constexpr,
     DV_VEC: tl.constexpr, DS_VEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STORE_DS: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr,
-    SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr,
-    HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
-    ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr,
+    SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr,
+    RARE: tl.constexpr, HAS_KEEP: tl.constexpr, IS_GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, DP_COLUMNS: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a key tile, summed over the group of query heads that share it, in order.
 
@@ -201,8 +202,8 @@ def dkdv_kernel(
                             term_strides, M, N, heads, group, shift, rare_tiles, scale, lists_ptr, plane_strides, TERMS,
                             FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC,
                             DK_VEC, DV_VEC, DS_VEC, WANT_DK, WANT_DV, STORE_DS, SUM_COLUMNS, WIDE, EVEN_N, SHORT_M,
-                            SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, COLUMNS, BLOCK_M,
-                            BLOCK_N, STAGES,
+                            SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, COLUMNS,
+                            DP_COLUMNS, BLOCK_M, BLOCK_N, STAGES,
                         )  # fmt: skip
     else:
         tile, b, kv_head = place(tl.program_id(0), tiles, batch, kv_heads, ORDER)
@@ -212,7 +213,8 @@ def dkdv_kernel(
             dk_strides, dv_strides, ds_strides, term_strides, M, N, heads, group, shift, rare_tiles, scale, lists_ptr,
             plane_strides, TERMS, FULL_TERMS, UNLISTED, LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC,
             DOUT_VEC, DK_VEC, DV_VEC, DS_VEC, WANT_DK, WANT_DV, STORE_DS, SUM_COLUMNS, WIDE, EVEN_N, SHORT_M, SHORT_N,
-            IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, COLUMNS, BLOCK_M, BLOCK_N, STAGES,
+            IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, IS_GROUPED, PRECISION, COLUMNS, DP_COLUMNS, BLOCK_M, BLOCK_N,
+            STAGES,
         )  # fmt: skip
 
 
@@ -228,8 +230,8 @@ def dq_tile(
     V_VEC: tl.constexpr, DOUT_VEC: tl.constexpr, OUT_VEC: tl.constexpr, DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr,
     REDO: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr,
-    HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HIDES_KEYS: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, DP_COLUMNS: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one query tile of one batch item and head, see ``dq_kernel``."""
     tiles = tl.cdiv(M, BLOCK_M)
@@ -319,7 +321,7 @@ def dq_tile(
             )  # [M, N]  # fmt: skip
             dp = dot_heads(
                 dout, dout_base, q_at, q_rows, dout_strides, v, v_base, k_at, k_rows, v_strides,
-                DV, COLUMNS, DOUT_VEC, V_VEC, WIDE, PRECISION,
+                DV, DP_COLUMNS, DOUT_VEC, V_VEC, WIDE, PRECISION,
             )  # [M, N]  # fmt: skip
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 2)
             ds = score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
@@ -341,8 +343,8 @@ def dq_kernel(
     DQ_VEC: tl.constexpr, HAS_DLSE: tl.constexpr, REDO: tl.constexpr, WIDE: tl.constexpr,
     EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr, IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr,
     PAIR: tl.constexpr, RARE: tl.constexpr, HAS_KEEP: tl.constexpr, HIDES_KEYS: tl.constexpr,
-    RARE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, ORDER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    RARE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, DP_COLUMNS: tl.constexpr,
+    TAIL: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k of a query tile, scores recomputed.
 
@@ -369,7 +371,7 @@ def dq_kernel(
                                 N, heads, group, shift, scale, lists_ptr, plane_strides, TERMS, FULL_TERMS, UNLISTED,
                                 LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, OUT_VEC, DQ_VEC,
                                 HAS_DLSE, REDO, WIDE, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP,
-                                HIDES_KEYS, PRECISION, COLUMNS, TAIL, BLOCK_M, BLOCK_N, STAGES,
+                                HIDES_KEYS, PRECISION, COLUMNS, DP_COLUMNS, TAIL, BLOCK_M, BLOCK_N, STAGES,
                             )  # fmt: skip
     else:
         tile, b, h = place(tl.program_id(0), tiles, batch, heads, ORDER)
@@ -380,6 +382,6 @@ def dq_kernel(
             rare_ptr, dq_ptr, term_ptrs, sizes, q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
             term_strides, M, N, heads, group, shift, scale, lists_ptr, plane_strides, TERMS, FULL_TERMS, UNLISTED,
             LISTS, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, OUT_VEC, DQ_VEC, HAS_DLSE, REDO, WIDE,
-            EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, HIDES_KEYS, PRECISION, COLUMNS, TAIL,
-            BLOCK_M, BLOCK_N, STAGES,
+            EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, HAS_KEEP, HIDES_KEYS, PRECISION, COLUMNS,
+            DP_COLUMNS, TAIL, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip

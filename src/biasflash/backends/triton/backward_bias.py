@@ -100,8 +100,8 @@ def dbias_tile(
     DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, PARTIAL_VEC: tl.constexpr, WIDE: tl.constexpr,
     WIDE_HEADS: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr,
-    HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_KEEP: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, DP_COLUMNS: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of one owned pair and chunk, see ``dbias_kernel``."""
     k_tiles = tl.cdiv(N, BLOCK_N)
@@ -184,7 +184,7 @@ def dbias_tile(
             )
             dp = dot_heads(
                 dout, dout_base, q_at, q_rows, dout_strides, v, v_base, k_at, k_rows, v_strides,
-                DV, COLUMNS, DOUT_VEC, V_VEC, WIDE, PRECISION,
+                DV, DP_COLUMNS, DOUT_VEC, V_VEC, WIDE, PRECISION,
             )  # [M, N]  # fmt: skip
             p = probability(y, reference[:, None], low[:, None], unit, PAIR or phase == 1)
             acc_ds += score_grad_tile(p, dp, delta[:, None], HAS_KEEP)
@@ -217,8 +217,8 @@ def dbias_kernel(
     DOUT_VEC: tl.constexpr, DBIAS_VEC: tl.constexpr, PARTIAL_VEC: tl.constexpr, WIDE: tl.constexpr,
     WIDE_HEADS: tl.constexpr, EVEN_N: tl.constexpr, SHORT_M: tl.constexpr, SHORT_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, SCALED: tl.constexpr, PAIR: tl.constexpr, RARE: tl.constexpr, RARE_BLOCK: tl.constexpr,
-    HAS_KEEP: tl.constexpr, REDO: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_KEEP: tl.constexpr, REDO: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    DP_COLUMNS: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dbias tile = sum of ds over the (batch item, head) pairs that share it.
 
@@ -260,7 +260,7 @@ def dbias_kernel(
                             heads, group, shift, shared, chunk, rare_tiles, scale, TERMS, OWNS, FIXED, D, DV, D_STRIPS,
                             DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, DBIAS_VEC, PARTIAL_VEC, WIDE, WIDE_HEADS, EVEN_N,
                             SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION, COLUMNS,
-                            TAIL, BLOCK_M, BLOCK_N, STAGES,
+                            DP_COLUMNS, TAIL, BLOCK_M, BLOCK_N, STAGES,
                         )  # fmt: skip
     else:
         tile = tl.program_id(0) % tiles
@@ -272,7 +272,7 @@ def dbias_kernel(
             partial_strides, chunk_stride, term_strides, M, N, heads, group, shift, shared, chunk, rare_tiles, scale,
             TERMS, OWNS, FIXED, D, DV, D_STRIPS, DV_STRIPS, Q_VEC, K_VEC, V_VEC, DOUT_VEC, DBIAS_VEC, PARTIAL_VEC,
             WIDE, WIDE_HEADS, EVEN_N, SHORT_M, SHORT_N, IS_CAUSAL, SCALED, PAIR, RARE, RARE_BLOCK, HAS_KEEP, PRECISION,
-            COLUMNS, TAIL, BLOCK_M, BLOCK_N, STAGES,
+            COLUMNS, DP_COLUMNS, TAIL, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
 
 

@@ -124,10 +124,11 @@ class BackwardPlan:
         windows = self._windows()
         if windows is not None:
             return windows
+        if self.by_structure["columns"]:
+            self.scratch["columns_sums"] = self.heads * p.N
         launches = tuple(self._launches())
         sums = []
         for i in self.by_structure["columns"]:
-            self.scratch["columns_sums"] = self.heads * p.N
             sums.append(Sum(scratch="columns_sums", shape=(*p.batch, p.Hq, 1, p.N), grad=i))
         copies = tuple((self.stored[0], i) for i in self.stored[1:])
         return Recipe(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from biasflash.backends.triton import tables
+from biasflash.backends.triton.widths import at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class TileConfig:
     stages: int
     registers: int | None = None
     spill_bytes: int = 0  # of a thread, in tiles of tables that beat every tile without; 0 in those of rules
-    columns: int = 0  # of the heads' width that a product over it reads and multiplies at a time; 0: all
+    columns: int = 0  # of dout and v that their product reads and multiplies at a time; 0: as ``widths.at_once`` says
     # where an axis is short; with fewer warps a thread holds more, and some smaller tiles spill
     keeps_warps: bool = False
     keeps_sides: bool = False
@@ -179,52 +180,53 @@ RULES: tuple[Rule, ...] = (
     ),
     # ------------------------------------------------------- float32 on Hopper (six bfloat16 passes), spills on sm_90
     _rule("forward", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
-    _rule("forward", 128, 4, _tile(32, 32, 8, 1, columns=32), "all columns at a time 32 bytes", capability=90),
+    _rule("forward", 128, 4, _tile(32, 32, 8, 1), "64 x 32 spills 96 bytes", capability=90),
     _rule("dkdv", 32, 4, _tile(32, 64, 8, 1), "32 x 32 spills 24 bytes", capability=90),
     _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "32 x 64 spills 16 bytes", capability=90),
     _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 56 bytes", capability=90),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "32 x 16 spills 8 bytes", capability=90),
     _rule("dq", 64, 4, _tile(64, 32, 8, 1), "255 registers", capability=90),
-    _rule("dq", 128, 4, _tile(64, 16, 4, 1, columns=32), "all columns at a time 16", capability=90, **_ROOMY),
-    _rule("dq", 128, 4, _tile(16, 32, 8, 1, columns=32), "64 x 16 with 4 warps spills 712 bytes", capability=90),
+    _rule("dq", 128, 4, _tile(16, 32, 8, 1), "32 x 32 spills 24 bytes", capability=90),
     _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 16 bytes", capability=90),
-    _rule("dbias", 256, 4, _tile(32, 64, 8, 1, columns=16), "32 columns at a time 24 bytes", capability=90),
-    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1, columns=16), "32 x 16 spills 8 bytes", capability=90),
     _rule("dq_from_ds", 64, 4, _tile(64, 32, 4, 2), "212 registers", capability=90),
     # ---------------------------------------------------------------------------- float32 (elsewhere three TF32 passes)
     _rule("forward", 64, 4, _tile(64, 32, 4, 1), "64 x 64 spills 856 bytes", **_ROOMY),
     _rule("forward", 64, 4, _tile(32, 64, 8, 1), "64 x 32 spills 8 bytes"),
     _rule("forward", 128, 4, _tile(32, 32, 8, 1), "32 x 64 with 4 warps spills 392 bytes", **_ROOMY),
-    _rule("forward", 128, 4, _tile(32, 32, 8, 1, columns=16), "all columns at a time 8 bytes on sm_100"),
-    _rule("forward", 256, 4, _tile(32, 32, 8, 1, columns=16), "32 columns at a time 8 bytes", **_ROOMY),
-    _rule("forward", 256, 4, _tile(16, 32, 8, 1, columns=32), "32 x 32 spills 56 bytes"),
+    _rule("forward", 128, 4, _tile(16, 32, 8, 1), "32 x 32 spills 8 bytes on sm_100"),
+    _rule("forward", 256, 4, _tile(32, 32, 8, 1), "64 x 32 spills 288 bytes", **_ROOMY),
+    _rule("forward", 256, 4, _tile(16, 32, 8, 1), "32 x 32 spills 56 bytes"),
     _rule("dkdv", 64, 4, _tile(32, 32, 8, 1), "with 4 warps 32 bytes spilled"),
     _rule("dkdv", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 120 bytes"),
-    _rule("dkdv", 256, 4, _tile(32, 16, 8, 1, columns=16), "16 x 32 spills 32 bytes", **_ROOMY),
-    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1, columns=16), "32 x 16 spills 24 bytes, 32 columns at a time 48"),
+    _rule("dkdv", 256, 4, _tile(32, 16, 8, 1), "16 x 32 spills 32 bytes", **_ROOMY),
+    _rule("dkdv", 256, 4, _tile(16, 16, 8, 1), "32 x 16 spills 24 bytes"),
     _rule("dq", 64, 4, _tile(16, 32, 4, 1), "32 x 32 spills 8 bytes"),
     _rule("dq", 128, 4, _tile(16, 16, 8, 1), "16 x 32 spills 8 bytes", **_ROOMY),
-    _rule("dq", 128, 4, _tile(16, 32, 8, 1, columns=32), "16 x 16 with all columns at a time 8 bytes"),
-    _rule("dq", 256, 4, _tile(16, 32, 8, 1, columns=32), "32 x 32 spills 152 bytes", **_ROOMY),
-    _rule("dq", 256, 4, _tile(16, 32, 8, 1, columns=16), "32 columns at a time 16 bytes on sm_90"),
+    _rule("dq", 128, 4, _tile(16, 16, 8, 1, columns=32), "all columns of dout and v spill 8 bytes"),
+    _rule("dq", 256, 4, _tile(16, 32, 8, 1), "32 x 32 spills 152 bytes"),
     _rule("dq_from_ds", 128, 4, _tile(32, 32, 4, 2), "232 registers on sm_80", **_ROOMY),
     _rule("dq_from_ds", 128, 4, _tile(32, 32, 8, 1), "with 4 warps 72 bytes spilled on sm_100"),
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 8, 1), "with 4 warps 16 bytes spilled", capability=90),
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
     _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 with 4 warps spills 32 bytes, with 8 24"),
+    _rule("dbias", 128, 4, _tile(32, 64, 8, 1), "64 x 64 spills 16 bytes", capability=90),
     _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "255 registers on sm_80", **_ROOMY),
-    _rule("dbias", 128, 4, _tile(32, 32, 8, 1, columns=16), "16 x 32 with 4 warps spills 616 bytes"),
-    _rule("dbias", 256, 4, _tile(64, 32, 4, 1, columns=16), "32 columns at a time 40 bytes", **_ROOMY),
-    _rule("dbias", 256, 4, _tile(32, 32, 8, 1, columns=16), "with 4 warps 496 bytes spilled"),
+    _rule("dbias", 128, 4, _tile(16, 32, 8, 1, columns=16), "with 4 warps 616 bytes spilled"),
+    _rule("dbias", 256, 4, _tile(32, 64, 8, 1, columns=16), "all 64 columns of dout and v 16 bytes", capability=90),
+    _rule("dbias", 256, 4, _tile(64, 32, 4, 1), "64 x 64 with 8 warps spills 448 bytes", **_ROOMY),
+    _rule("dbias", 256, 4, _tile(32, 32, 8, 1), "with 4 warps 496 bytes spilled"),
 )
 
 
 def shared_bytes(facts: Facts, tile: TileConfig) -> int:
     """Shared memory of a program, from above: the tiles that stay plus ``stages`` copies of the tiles that stream.
 
-    Tiles that only meet in products over the width are there ``columns`` at a time, twice: the next ones are fetched.
+    Tiles that only meet in products over the width are there some columns at a time, twice: the next ones are fetched.
     """
     row = facts.width * facts.itemsize
-    part = min(2 * tile.columns * facts.itemsize, row) if tile.columns else row
+    has_table = tables.active(facts.gpu, facts.capability) is not None
+    columns = at_once(facts.width, facts.itemsize, facts.capability, has_table)
+    part = min(2 * columns * facts.itemsize, row) if columns else row
     bias = tile.block_m * tile.block_n * facts.bias_itemsize if tile.stages > 1 else 0  # else it stays in registers
     score = tile.block_m * tile.block_n * facts.itemsize
     stay, stream = {

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from biasflash.backends.triton import config, geometry, widths
+from biasflash.backends.triton import config, geometry, tables, widths
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.geometry import View
 from biasflash.problem import Problem
@@ -268,6 +268,7 @@ class Operands:
             "BLOCK_DV": widths.padded(p.Dv),
             "D_STRIPS": widths.strips(p.D, p.dtype.itemsize, self.device.capability),
             "DV_STRIPS": widths.strips(p.Dv, p.dtype.itemsize, self.device.capability),
+            "COLUMNS": self._at_once(p.D),
             "WIDE": any(self._extent(n, -2) >= 2**31 for n in self.views),
             "WIDE_HEADS": p.batch_size * p.Hq * (p.M + 256) >= 2**31 or any(self._extent(n, 0) >= 2**31 for n in read),
             "EVEN_N": p.N % 8 == 0 and any(v.strides[-1] != 0 for v in self.term_views),
@@ -307,6 +308,10 @@ class Operands:
         planes = [n for n, (t, view) in zip(sizes, terms, strict=True) if t.kind == "dense" and view.is_plane]
         return max(sum(planes), max(sizes, default=0))
 
+    def _at_once(self, width: int) -> int:
+        table = tables.active(self.device.gpu, self.device.capability)
+        return widths.at_once(width, self.problem.dtype.itemsize, self.device.capability, table is not None)
+
     def tile(self, kernel: str) -> tuple[TileConfig, str]:
         p = self.problem
         held = [sum(self.constants[name]) for name in ("D_STRIPS", "DV_STRIPS")]
@@ -342,7 +347,8 @@ class Operands:
             tile = replace(config.uncapped(tile), stages=1)
             grid = min(grid, REDO_PROGRAMS * self.device.multiprocessors)
         given: dict[str, Any] = {**self.numbers, **self.constants}
-        given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "COLUMNS": tile.columns}
+        given |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
+        given["DP_COLUMNS"] = tile.columns or self._at_once(p.Dv)
         given |= {"SHORT_M": tile.block_m > p.M, "SHORT_N": tile.block_n > p.N}
         for name in names:
             view: View = self.views[name]

@@ -19,6 +19,7 @@ class StripRule:
     why: str
     capabilities: tuple[int, ...] | None = None  # major * 10 + minor; None: all
     least_spared: float = 0.25  # of the padded width: 48 is 32 + 16 instead of 64, but 112 stays 128
+    least_strip: int = 16
 
 
 #: Registers and spills are those that ptxas reports for a shared bias. Where tensor cores take their operands from
@@ -37,7 +38,9 @@ RULES: tuple[StripRule, ...] = (
         itemsize=4,
         above=128,
         least_spared=0.0,
-        why="246 columns, read element by element, forward on sm_80: 392 bytes of a thread spilled, in strips 56",
+        least_strip=64,
+        why="246 columns, read element by element, forward on sm_80: 392 bytes of a thread spilled, in strips 56; 144 "
+        "columns with a strip of 16: up to 8.5 KB",
     ),
 )
 
@@ -51,10 +54,59 @@ def strips(width: int, itemsize: int, capability: int) -> tuple[int, ...]:
     """The widths of the strips that a head width is held in: powers of two, each at least 16, two at most."""
     whole = padded(width)
     half = whole // 2
-    two = half, padded(max(width - half, 1))
     for rule in RULES:
+        two = half, max(rule.least_strip, padded(max(width - half, 1)))
         if rule.itemsize != itemsize or (rule.capabilities and capability not in rule.capabilities):
             continue
         if width > rule.above and sum(two) <= (1 - rule.least_spared) * whole:
             return two
     return (whole,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsRule:
+    """When products over the head width read and multiply a few columns at a time, in a loop (``tile.strips``).
+
+    For scores the same in every kernel, as strips are. A sum in another order rounds differently, and a weight, being
+    an exponential, is then off by as many units as its score is large: with 32 columns at a time in forward and all in
+    dkdv a row with one key had a weight that was not 1.
+    """
+
+    itemsize: int
+    above: int  # narrower widths are multiplied whole, or strip by strip
+    columns: int
+    has_table: bool  # whether measured tiles are in force, which may spill
+    why: str
+    capability: int | None = None  # major * 10 + minor; None: all
+
+
+#: An operand of 256 columns of 16 queries is 128 registers of a thread, split into three of bfloat16 (sm_90) 192.
+AT_ONCE: tuple[ColumnsRule, ...] = (
+    ColumnsRule(
+        itemsize=4,
+        above=128,
+        columns=32,
+        has_table=True,
+        why="H200, 4 x 8 heads of 1k, D 256, shared bias: forward 1.07 ms, 16 at a time 1.48; dbias 1.36 ms, 1.61",
+    ),
+    ColumnsRule(
+        itemsize=4,
+        above=64,
+        columns=16,
+        has_table=False,
+        capability=90,
+        why="dq and dbias of 128 columns spill 8 to 48 bytes with every tile if scores take all columns",
+    ),
+    ColumnsRule(
+        itemsize=4, above=128, columns=16, has_table=False, why="dkdv spills nothing, 32 at a time 48 bytes on sm_80"
+    ),
+)
+
+
+def at_once(width: int, itemsize: int, capability: int, has_table: bool) -> int:
+    """Columns that a product over a head width takes at a time; 0: all of them."""
+    for rule in AT_ONCE:
+        fits = rule.itemsize == itemsize and width > rule.above and rule.has_table == has_table
+        if fits and rule.capability in (None, capability):
+            return rule.columns
+    return 0
