@@ -209,11 +209,10 @@ RULES: tuple[Rule, ...] = (
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 8, 1), "with 4 warps 16 bytes spilled", capability=90),
     _rule("dq_from_ds", 256, 4, _tile(16, 32, 4, 1), "255 registers on sm_80"),
     _rule("dbias", 64, 4, _tile(16, 32, 4, 1), "32 x 32 with 4 warps spills 32 bytes, with 8 24"),
-    _rule("dbias", 128, 4, _tile(32, 64, 8, 1), "64 x 64 spills 16 bytes", capability=90),
+    _rule("dbias", 256, 4, _tile(32, 64, 8, 1, columns=16), "all 64 columns of dout and v 16 bytes", capability=90),
     _rule("dbias", 128, 4, _tile(16, 32, 4, 1), "255 registers on sm_80", **_ROOMY),
     _rule("dbias", 128, 4, _tile(16, 32, 8, 1, columns=16), "with 4 warps 616 bytes spilled"),
-    _rule("dbias", 256, 4, _tile(32, 64, 8, 1, columns=16), "all 64 columns of dout and v 16 bytes", capability=90),
-    _rule("dbias", 256, 4, _tile(64, 32, 4, 1), "64 x 64 with 8 warps spills 448 bytes", **_ROOMY),
+    _rule("dbias", 256, 4, _tile(64, 32, 4, 1, columns=16), "64 x 64 with 8 warps spills 448 bytes", **_ROOMY),
     _rule("dbias", 256, 4, _tile(32, 32, 8, 1), "with 4 warps 496 bytes spilled"),
 )
 
