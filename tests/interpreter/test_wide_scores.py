@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from biasflash.backends.triton import launch, operands, plans, tables
-from biasflash.problem import Problem, Term
+from biasflash.cli.compiling import problem_of
 from biasflash.testing import conformance
 from biasflash.testing.case import Bias, Case, Mask
 
@@ -21,17 +18,12 @@ GPUS = {
 
 
 @pytest.fixture(params=GPUS)
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[operands.Device]:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_recipes: None) -> operands.Device:
     """Plans for this GPU, whatever is here."""
     device = GPUS[request.param]
     for module in (operands, launch):
         monkeypatch.setattr(module, "device_facts", lambda _: device)
-    caches = (launch._forward_recipe, launch._backward_recipe)
-    for cache in caches:
-        cache.cache_clear()
-    yield device
-    for cache in caches:
-        cache.cache_clear()
+    return device
 
 
 def wide(D: int, **more: object) -> Case:
@@ -62,27 +54,10 @@ def test_large_scores_keep_their_weights(gpu: operands.Device, D: int, more: dic
 @pytest.mark.parametrize("Dv", [64, 256])
 @pytest.mark.parametrize("device", GPUS.values(), ids=GPUS)
 def test_every_kernel_sums_scores_in_one_order(device: operands.Device, D: int, Dv: int) -> None:
-    problem = dataclasses.replace(_problem(D), Dv=Dv)
+    case = wide(D, Dv=Dv, M=1024, N=1000, batch=(4,), Hq=4, Hkv=4, dtype="fp32", biases=(Bias(shape="1HMN"),))
+    problem = problem_of(case, torch.device("cuda"))
     with tables.using(None if not device.gpu else tables.read(tables.SHIPPED / "nvidia_h200.json")):
         found = [x for recipe in plans.contiguous_recipes(problem, device).values() for x in recipe.launches]
     orders = {(x.arguments["COLUMNS"], x.arguments["D_STRIPS"]) for x in found if "COLUMNS" in x.arguments}
     assert len(orders) == 1
     assert len([x for x in found if "COLUMNS" in x.arguments]) >= 4
-
-
-def _problem(D: int) -> Problem:
-    return Problem(
-        batch=(4,),
-        M=1024,
-        N=1000,
-        Hq=4,
-        Hkv=4,
-        D=D,
-        Dv=D,
-        dtype=torch.float32,
-        device=torch.device("cuda"),
-        terms=(Term(kind="dense", shape=(1, 4, 1024, 1000), dtype=torch.float32, trainable=True),),
-        causal_shift=None,
-        scale=0.1,
-        trainable=(True, True, True),
-    )

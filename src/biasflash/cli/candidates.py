@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from biasflash.backends.triton.config import RULES, Facts, TileConfig, choose_rule, shared_bytes
-from biasflash.backends.triton.tables import Key, Row, key_of, shipped_for
+from biasflash.backends.triton.tables import Key, Row, key_of, row_of, shipped_for
 from biasflash.testing.case import Bias, Case
 from biasflash.testing.workloads import WORKLOADS
 
@@ -110,18 +110,7 @@ class Forced:
     gpu: str = "a candidate"
 
     def find(self, facts: Any) -> Row | None:
-        t = self.tile
-        if key_of(facts) != self.key:
-            return None
-        return Row(
-            key=self.key,
-            block_m=t.block_m,
-            block_n=t.block_n,
-            warps=t.warps,
-            stages=t.stages,
-            registers=t.registers,
-            columns=t.columns,
-        )
+        return row_of(self.key, self.tile, spill_bytes=0) if key_of(facts) == self.key else None
 
 
 class Listener:

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Shown
 
 from biasflash.backends.triton import tables
-from biasflash.backends.triton.tables import Key, Row, Table
+from biasflash.backends.triton.config import TileConfig
+from biasflash.backends.triton.tables import Key, Row, Table, row_of
 from biasflash.cli import candidates, compiling, machine, trials
 from biasflash.cli.compiling import NO_TIME, Target
 from biasflash.cli.trials import GpuTrials, Job, Outcome, Stage, Timed, Trials
@@ -77,18 +78,7 @@ def make_table(
         if best is None:
             kept[key] = {name: ms for name, (ms, _) in figures.items()}
             continue
-        t = best.tile
-        rows[key] = Row(
-            key=key,
-            block_m=t.block_m,
-            block_n=t.block_n,
-            warps=t.warps,
-            stages=t.stages,
-            registers=t.registers,
-            spill_bytes=best.spill_bytes,
-            columns=t.columns,
-            measured=figures,
-        )
+        rows[key] = row_of(key, best.tile, spill_bytes=best.spill_bytes, measured=figures)
     return Table(gpu=gpu, capability=capability, rows=rows, kept=kept, facts=facts)
 
 
@@ -156,11 +146,8 @@ def _shown(table: Table, outcomes: Sequence[Outcome]) -> Shown:
             row = table.rows[key]
             figures = [f"{name} {ms:.4g} / {of:.4g}" for name, (ms, of) in row.measured.items()]
             gain = math.prod(of / ms for ms, of in row.measured.values()) ** (1 / len(row.measured))
-            cap = f", registers <= {row.registers}" if row.registers else ""
             spills = f", {row.spill_bytes} bytes spilled" if row.spill_bytes else ""
-            columns = f", {row.columns} columns at a time" if row.columns else ""
-            tile = f"{row.block_m} x {row.block_n}, {row.warps} warps, {row.stages} stages{cap}{columns}{spills}"
-            shown.add_row(str(key), tile, "; ".join(figures), f"{gain - 1:+.0%}")
+            shown.add_row(str(key), f"{TileConfig(**row.tile)}{spills}", "; ".join(figures), f"{gain - 1:+.0%}")
         elif key in table.kept:
             figures = [f"{name} {ms:.4g}" for name, ms in table.kept[key].items()]
             shown.add_row(str(key), f"{rule} (the rule's)", "; ".join(figures), "")

@@ -1,6 +1,6 @@
 """Masks of keys inside the kernels: what ``mark_keys_kernel`` wrote down, read, and applied to keys in shared memory.
 
-``mask``: ``(caps_ptr, spans_ptr, caps_pitch, line_0, line_1)``, see ``operands.KeyMask``.
+``mask``: ``(caps_ptr, spans_ptr, caps_pitch, line_0, line_1)``, see ``key_mask.KeyMask``.
 
 A hidden key may hold anything, NaN too. Its scores are cut to -inf, so that its weights are 0; but 0 times NaN is NaN.
 What a product multiplies weights or score gradients with is therefore made 0 where it lies in shared memory: by the

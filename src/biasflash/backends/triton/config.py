@@ -217,14 +217,18 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def columns_at_once(width: int, itemsize: int, gpu: str | None, capability: int) -> int:
+    """``widths.at_once`` on a GPU, with the table in force there or without one."""
+    return at_once(width, itemsize, capability, tables.active(gpu, capability) is not None)
+
+
 def shared_bytes(facts: Facts, tile: TileConfig) -> int:
     """Shared memory of a program, from above: the tiles that stay plus ``stages`` copies of the tiles that stream.
 
     Tiles that only meet in products over the width are there some columns at a time, twice: the next ones are fetched.
     """
     row = facts.width * facts.itemsize
-    has_table = tables.active(facts.gpu, facts.capability) is not None
-    columns = at_once(facts.width, facts.itemsize, facts.capability, has_table)
+    columns = columns_at_once(facts.width, facts.itemsize, facts.gpu, facts.capability)
     part = min(2 * columns * facts.itemsize, row) if columns else row
     bias = tile.block_m * tile.block_n * facts.bias_itemsize if tile.stages > 1 else 0  # else it stays in registers
     score = tile.block_m * tile.block_n * facts.itemsize

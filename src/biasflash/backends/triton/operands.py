@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from biasflash.backends.triton import config, geometry, tables, widths
+from biasflash.backends.triton import config, geometry, widths
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.geometry import View
 from biasflash.problem import Problem
@@ -309,8 +309,8 @@ class Operands:
         return max(sum(planes), max(sizes, default=0))
 
     def _at_once(self, width: int) -> int:
-        table = tables.active(self.device.gpu, self.device.capability)
-        return widths.at_once(width, self.problem.dtype.itemsize, self.device.capability, table is not None)
+        device = self.device
+        return config.columns_at_once(width, self.problem.dtype.itemsize, device.gpu, device.capability)
 
     def tile(self, kernel: str) -> tuple[TileConfig, str]:
         p = self.problem

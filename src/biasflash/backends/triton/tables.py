@@ -101,12 +101,18 @@ class Row:
     @property
     def tiles(self) -> list[dict[str, Any]]:
         """``tile`` and the smaller ones; the first that fits shared memory is taken."""
-        return [self.tile, *(dict(zip(TILE, fields, strict=False)) for fields in self.smaller)]
+        smaller = [fields if len(fields) == len(TILE) else (*fields, 0) for fields in self.smaller]  # without columns
+        return [self.tile, *(dict(zip(TILE, fields, strict=True)) for fields in smaller)]
 
     def why(self, gpu: str) -> str:
         """The reason for the tile, as ``explain`` shows it."""
         figures = [f"{name} {ms:.3g} ms, {self.against} {other:.3g}" for name, (ms, other) in self.measured.items()]
         return f"table of {gpu}: {'; '.join(figures)}"
+
+
+def row_of(key: Key, tile: Any, **more: Any) -> Row:
+    """The row of a ``config.TileConfig``; ``more`` are further fields, or others than the tile's."""
+    return Row(key=key, **({name: getattr(tile, name) for name in TILE} | more))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,9 +55,9 @@ def strips(width: int, itemsize: int, capability: int) -> tuple[int, ...]:
     whole = padded(width)
     half = whole // 2
     for rule in RULES:
-        two = half, max(rule.least_strip, padded(max(width - half, 1)))
         if rule.itemsize != itemsize or (rule.capabilities and capability not in rule.capabilities):
             continue
+        two = half, max(rule.least_strip, padded(max(width - half, 1)))
         if width > rule.above and sum(two) <= (1 - rule.least_spared) * whole:
             return two
     return (whole,)
