@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 
 # Before torch: a test process is one of several on a small machine, and sums have one order on one thread.
@@ -62,4 +63,6 @@ def _compiled_code_is_forgotten() -> Iterator[None]:
     """A graph that one test compiled must not be counted, or reused, by the next."""
     yield
     if "torch._dynamo.convert_frame" in sys.modules:  # loaded by the first compile
-        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.11 imports a deprecated part of its own here
+            torch._dynamo.reset()
