@@ -36,7 +36,8 @@ GLUON = "backends/hopper/gluon.py"
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "bias": {"bias"},
-    "problem": {"bias"},
+    "hints": set(),
+    "problem": {"bias", "hints"},
     "tile": {"tile"},
     "backends.backend": {"problem"},
     "backends": {"backends.backend"},
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reference": {"backends.backend", "problem", "bias"},
     "plan": {"backends", "problem"},
     "ops": {"plan", "backends", "backends.backend", "problem"},
-    "api": {"ops", "plan", "problem"},
+    "api": {"hints", "ops", "plan", "problem"},
     "nn": {"api", "bias"},
     "integrations": {"", "api"},
     "": {"_version", "api", "nn", "bias", "problem"},
@@ -157,9 +158,8 @@ def test_importing_loads_no_partner_and_no_backend() -> None:
     assert not [name for name in loaded if name.startswith(("biasflash.tile", "biasflash.testing", "biasflash.cli"))]
 
 
-def test_a_cpu_call_works_where_triton_is_not_installed() -> None:
-    answer = run_fresh(
-        """
+#: the start of a program on a machine without Triton
+WITHOUT_TRITON = """
 import importlib.machinery, sys
 find = importlib.machinery.PathFinder.find_spec
 def without_triton(name, path=None, target=None):
@@ -169,6 +169,13 @@ try:
     import triton
 except ModuleNotFoundError:
     pass
+"""
+
+
+def test_a_cpu_call_works_where_triton_is_not_installed() -> None:
+    answer = run_fresh(
+        WITHOUT_TRITON
+        + """
 import torch, biasflash
 q = torch.randn(1, 5, 2, 8, requires_grad=True)
 bias = torch.randn(1, 2, 5, 5, requires_grad=True)
@@ -178,6 +185,29 @@ sys.stdout.write(f"{report.backend} {torch.isfinite(bias.grad).all().item()} {'t
 """
     )
     assert answer == "cpu True False"
+
+
+def test_the_command_line_works_where_triton_is_not_installed() -> None:
+    """All of it: every module of ``cli`` and what they import, and commands that a CPU can run."""
+    answer = run_fresh(
+        WITHOUT_TRITON
+        + """
+import importlib, pkgutil
+import biasflash.cli
+for module in pkgutil.iter_modules(biasflash.cli.__path__):
+    try:
+        importlib.import_module(f"biasflash.cli.{module.name}")
+    except ModuleNotFoundError as error:
+        assert error.name == "cudnn", error  # a peer's module, loaded where the peer is
+from typer.testing import CliRunner
+from biasflash.cli.main import app
+for words in ("--help", "cases", "explain --q 1,8,2,16", "check --backend cpu --cases plain --dtypes fp32 --jobs 1"):
+    done = CliRunner().invoke(app, words.split())
+    assert done.exit_code == 0, (words, done.output, done.exception)
+sys.stdout.write(str("triton" in sys.modules))
+"""
+    )
+    assert answer == "False"
 
 
 # ----------------------------------------------------------------------------------------------------------------- lids

@@ -23,7 +23,8 @@ from biasflash.cli import machine
 from biasflash.cli.main import app
 from biasflash.testing.cases import CASES
 from biasflash.testing.conformance import Result
-from biasflash.testing.refusals import REFUSALS, Refusal
+from biasflash.testing.refusals import REFUSALS
+from biasflash.testing.wrong_call import Refusal
 
 runner = CliRunner()
 

@@ -18,7 +18,8 @@ from biasflash.testing.case import DTYPES, Bias, Case, Mask, floor_ms
 from biasflash.testing.cases import CASES, WORKLOADS, select
 from biasflash.testing.conformance import compute, run_case
 from biasflash.testing.errors import BudgetError, judge, rounding_floor
-from biasflash.testing.refusals import REFUSALS, Refusal, RefusalError, provoke
+from biasflash.testing.refusals import REFUSALS, provoke
+from biasflash.testing.wrong_call import Refusal, RefusalError
 
 SMOKE = select("smoke")
 

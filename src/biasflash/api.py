@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from biasflash import ops, plan, problem
+from biasflash import hints, ops, plan, problem
 from biasflash.plan import Explanation
 from biasflash.problem import ATTENTION, AXES, Door
 
@@ -140,6 +140,7 @@ def attention(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact attention with any additive biases and boolean masks, all of them broadcast without a copy.
 
@@ -171,6 +172,8 @@ def attention(
         ValueError: shapes, devices or values that do not fit, named axis by axis.
         UnsupportedError: meaningful, but not built.
     """
+    if unknown:
+        hints.refuse(attention, hints.OWN, unknown)
     _refuse_unbuilt(window=window, softcap=softcap, sinks=sinks, dropout_p=dropout_p, q_lens=q_lens, kv_lens=kv_lens)
     return _call(ATTENTION, [q, k, v], bias, mask, causal, scale, return_lse, backend)
 
@@ -184,11 +187,14 @@ def attention_qkvpacked(
     scale: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` of one packed tensor ``qkv: *B L 3 H D``, read through strides; its gradient is one packed tensor.
 
     The other arguments, the results and the errors are those of ``attention`` with ``M = N = L`` and ``Hq = Hkv = H``.
     """
+    if unknown:
+        hints.refuse(attention_qkvpacked, hints.OWN, unknown)
     return _call(QKVPACKED, [qkv], bias, mask, causal, scale, return_lse, backend)
 
 
@@ -202,11 +208,14 @@ def attention_kvpacked(
     scale: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` of ``q: *B M Hq D`` and packed ``kv: *B N 2 Hkv D``, read through strides; one packed gradient.
 
     The other arguments, the results and the errors are those of ``attention`` with ``Dv = D``.
     """
+    if unknown:
+        hints.refuse(attention_kvpacked, hints.OWN, unknown)
     return _call(KVPACKED, [q, kv], bias, mask, causal, scale, return_lse, backend)
 
 
@@ -219,12 +228,15 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Torch's door: ``query: *B Hq M D``, ``key: *B Hkv N D``, ``value: *B Hkv N Dv`` -> ``*B Hq M Dv``.
 
     A boolean ``attn_mask`` keeps where True, a float one is added and may require a gradient; ``is_causal`` is
     top-left, as torch's is. Unlike torch, mask and ``is_causal`` may be combined, and a row that sees nothing is zero.
     """
+    if unknown:
+        hints.refuse(scaled_dot_product_attention, hints.OWN | hints.TORCH, unknown)
     _refuse_unbuilt(dropout_p=dropout_p)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True (top-left) or False, got {type(is_causal).__name__}")
@@ -241,17 +253,26 @@ def flash_attention_fn(
     bias: Tensor | None = None,
     causal: bool | str = False,
     sm_scale: float | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Historic name, kept for good: ``attention`` with positional arguments; a boolean ``bias`` is a mask."""
+    if unknown:
+        hints.refuse(flash_attention_fn, hints.OWN | hints.HISTORIC, unknown)
     out = _call(HISTORIC, [q, k, v], bias, None, causal, sm_scale)
     assert isinstance(out, Tensor)
     return out
 
 
 def flash_attention_qkvpacked_fn(
-    qkv: Tensor, bias: Tensor | None = None, causal: bool | str = False, sm_scale: float | None = None
+    qkv: Tensor,
+    bias: Tensor | None = None,
+    causal: bool | str = False,
+    sm_scale: float | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Historic name, kept for good: ``attention_qkvpacked`` with positional arguments; a boolean ``bias`` is a mask."""
+    if unknown:
+        hints.refuse(flash_attention_qkvpacked_fn, hints.OWN | hints.HISTORIC, unknown)
     out = _call(HISTORIC_QKVPACKED, [qkv], bias, None, causal, sm_scale)
     assert isinstance(out, Tensor)
     return out
@@ -267,8 +288,11 @@ def explain(
     causal: bool | str = False,
     scale: float | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Explanation:
     """Which backend ``attention`` would take for these arguments, which tiles, and why the others were passed over."""
+    if unknown:
+        hints.refuse(explain, hints.OWN, unknown)
     plan.check_backend(backend)
     q, k, v = problem.check_tensors(ATTENTION, q, k, v)
     problem.check_inputs(ATTENTION, (q, k, v))

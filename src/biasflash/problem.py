@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from biasflash import hints
 from biasflash.bias import KINDS, Kind
 
 #: Axis legend of every tensor. ``*B`` is any number of leading batch axes; ``#`` marks an axis that may also be 1.
@@ -223,7 +224,8 @@ def check_tensors(door: Door, *values: object) -> list[Tensor]:
     tensors = []
     for (name, axes), value in zip(door.axes.items(), values, strict=True):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor of axes ({axes}), got {type(value).__name__}")
+            found = f"got {type(value).__name__}{hints.of_array(name, value)}"
+            raise TypeError(f"{name} must be a torch.Tensor of axes ({axes}), {found}")
         _check_layout(name, value)
         tensors.append(value)
     return tensors
@@ -231,7 +233,8 @@ def check_tensors(door: Door, *values: object) -> list[Tensor]:
 
 def _check_layout(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided:  # sparse, nested (jagged), MKL-DNN: no strides to read it by
-        raise TypeError(f"{name} has layout {tensor.layout}; accepted: torch.strided (write {name}.to_dense())")
+        found = f"{name} has layout {tensor.layout}"
+        raise TypeError(f"{found}; accepted: torch.strided ({hints.of_layout(name, str(tensor.layout))})")
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -288,8 +291,8 @@ def _check_sizes(door: Door, bound: Bound, grouped: bool) -> None:
     if "Hq" in bound:
         (name, t, heads), (other, o, kv_heads) = bound["Hq"], bound["Hkv"]
         found = f"{name} {_shape(t)} has Hq = {heads}, {other} {_shape(o)} has Hkv = {kv_heads}"
-        if not grouped and heads != kv_heads:
-            raise ValueError(f"{found}; pass enable_gqa=True for grouped heads")
+        if not grouped and heads != kv_heads and heads % kv_heads == 0:
+            raise ValueError(f"{found}; pass enable_gqa=True for grouped heads ({door.hint})")
         if heads % kv_heads != 0:
             raise ValueError(
                 f"the number of query heads must be a multiple of the number of key heads: {found} ({door.hint})"
@@ -321,13 +324,8 @@ def check_term(name: str, term: Tensor, q: Tensor, keys: int, door: Door = ATTEN
         size, wanted = term.shape[i], full[offset + i]
         if size != 1 and size != wanted:  # one by one, as in check_inputs
             axis = [*(f"B[{b}]" for b in range(len(batch))), "Hq", "M", "N"][offset + i]
-            hint = ""
-            if len(batch) == 1 and term.dim() == 3 and axis == "Hq":
-                hint = f"; for one {name} per batch item insert a head axis: {name}[:, None]"
-            elif len(batch) == 1 and term.dim() == 2 and (term.dtype == torch.bool or term.shape == (*batch, keys)):
-                kind = "mask" if term.dtype == torch.bool else "bias"
-                hint = f"; for a (B, N) key {kind} write {name}[:, None, None, :]"
-            raise ValueError(f"{text}: axis {axis} is {size}, wanted 1 or {wanted}{hint}")
+            way = hints.of_term(name, _shape(term), term.dtype == torch.bool, full, door.heads_first, door.hint)
+            raise ValueError(f"{text}: axis {axis} is {size}, wanted 1 or {wanted}{way}")
 
 
 def gather_terms(
@@ -345,9 +343,10 @@ def gather_terms(
         for i, value in enumerate(given if isinstance(given, (list, tuple)) else [given]):
             name = f"{argument}[{i}]" if several else argument
             if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"{name} must be a torch.Tensor (or {argument} a list of them), got {type(value).__name__}"
-                )
+                found = f"got {type(value).__name__}{hints.of_array(name, value)}"
+                if isinstance(value, bool):
+                    found += "; for causal attention write causal=True"
+                raise TypeError(f"{name} must be a torch.Tensor (or {argument} a list of them), {found}")
             kind_name = _kind_of(name, value, kind, door)
             check_term(name, value, q, keys, door)
             terms.append(value)
@@ -394,7 +393,8 @@ def check_scale(scale: object, name: str = "scale") -> float | None:
     if scale is None:
         return None
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"{name} must be a number or None (= 1/sqrt(D)), got {type(scale).__name__}")
+        found = f"got {type(scale).__name__}{hints.of_number(name, scale)}"
+        raise TypeError(f"{name} must be a number or None (= 1/sqrt(D)), {found}")
     if not -math.inf < scale < math.inf:  # not math.isfinite: a traced graph holds scale as a symbol
         raise ValueError(f"{name} must be finite, got {scale}")
     return float(scale)

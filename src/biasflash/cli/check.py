@@ -28,7 +28,8 @@ from biasflash.cli.machine import facts, pick_device
 from biasflash.problem import short
 from biasflash.testing.cases import CASES, DTYPES, Case, select
 from biasflash.testing.conformance import Result, objections, run_case
-from biasflash.testing.refusals import REFUSALS, RefusalError, provoke
+from biasflash.testing.refusals import REFUSALS, provoke
+from biasflash.testing.wrong_call import RefusalError
 
 CHECKED_DTYPES = ("fp16", "bf16", "fp32")
 #: seconds after which a case in a process of its own counts as hung; the slowest compiles for half a minute

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
-
 
 @dataclass(frozen=True, kw_only=True)
 class StripRule:
@@ -46,8 +44,11 @@ RULES: tuple[StripRule, ...] = (
 
 
 def padded(width: int) -> int:
-    """The power of two, at least 16 (the least side of a product), that holds a width."""
-    return max(16, int(triton.next_power_of_2(width)))
+    """The power of two, at least 16 (the least side of a product), that holds a width.
+
+    Without Triton's function of that name: the command line reads rules where Triton is not installed.
+    """
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def strips(width: int, itemsize: int, capability: int) -> tuple[int, ...]:

@@ -1,0 +1,100 @@
+"""What to write instead: for arguments as other libraries name them, and for shapes of the usual slips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+PADDED = "not built yet: pad the batch and hide what pads with mask= of shape (B, 1, 1, N), True = may attend"
+
+#: argument -> what to write at the library's own doors
+OWN: dict[str, str] = {
+    "softmax_scale": "write scale=",
+    "sm_scale": "write scale=",
+    "is_causal": 'write causal="top-left", which is torch\'s alignment; causal=True is bottom-right',
+    "attn_mask": "a boolean one (True = may attend) goes to mask=, a float one to bias=",
+    "attention_mask": "a boolean one (True = may attend) goes to mask=, a float one to bias=",
+    "attn_bias": "write bias=",
+    "key_padding_mask": "write mask=~key_padding_mask[:, None, None, :] where True hides; here True = may attend",
+    "alibi_slopes": "write bias= of slope times distance, (1, Hq, M, N)",
+    "enable_gqa": "leave it out: fewer key heads than query heads are grouped",
+    "window_size": "not built yet: hide keys outside of the window with mask= of shape (M, N), True = may attend",
+    "dropout": "not built yet (dropout_p)",
+    "cu_seqlens_q": PADDED,
+    "cu_seqlens_k": PADDED,
+    "max_seqlen_q": PADDED,
+    "max_seqlen_k": PADDED,
+    "return_attn_probs": "weights are never stored; return_lse=True gives the log-sum-exp",
+    "return_softmax_lse": "write return_lse=True",
+    "deterministic": "leave it out: it is, always",
+    "layout": "leave it out: tensors are (*B, length, heads, width)",
+    "tensor_layout": "leave it out: tensors are (*B, length, heads, width)",
+}
+
+#: at the door of torch's name and the two historic ones
+TORCH: dict[str, str] = {
+    "bias": "write attn_mask=, which takes floats that are added, and may require a gradient",
+    "mask": "write attn_mask= (a boolean one, True = may attend)",
+    "causal": "write is_causal=True (top-left), or call biasflash.attention for bottom-right",
+    "softmax_scale": "write scale=",
+    "return_lse": "call biasflash.attention",
+}
+HISTORIC: dict[str, str] = {
+    "scale": "write sm_scale=",
+    "softmax_scale": "write sm_scale=",
+    "mask": "write bias=, which takes a boolean mask, too",
+    "is_causal": 'write causal="top-left"',
+    "return_lse": "call biasflash.attention",
+}
+
+
+def refuse(door: Callable[..., Any], words: Mapping[str, str], unknown: Mapping[str, object]) -> NoReturn:
+    """Raises TypeError for the first argument that ``door`` does not take."""
+    name = next(iter(unknown))
+    code = door.__code__
+    taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    way = words.get(name, f"it takes {', '.join(taken)}")
+    raise TypeError(f"biasflash.{door.__name__} has no argument {name}: {way}")
+
+
+def of_array(name: str, value: object) -> str:
+    """For an array of another library in place of a tensor."""
+    return f"; write torch.as_tensor({name})" if hasattr(value, "__array__") else ""
+
+
+def of_number(name: str, value: object) -> str:
+    """For what can be made a number, but is none of Python's."""
+    return f"; write float({name})" if hasattr(value, "__float__") and not isinstance(value, bool) else ""
+
+
+def of_layout(name: str, layout: str) -> str:
+    """For a tensor without strides."""
+    if layout == "torch.jagged":
+        return f"write torch.nested.to_padded_tensor({name}, 0.0), and hide what pads with mask="
+    return f"write {name}.to_dense()"
+
+
+def _fits(shape: Sequence[int], full: Sequence[int]) -> bool:
+    return len(shape) <= len(full) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(full), strict=False))
+
+
+def of_term(
+    name: str, shape: tuple[int, ...], is_mask: bool, full: tuple[int, ...], heads_first: bool, layout: str
+) -> str:
+    """For a bias or mask that does not broadcast to ``full``, (*B, Hq, M, N).
+
+    ``layout``: what to say if it would with heads before lengths, and they are not (``heads_first``).
+    """
+    *batch, heads, queries, keys = full
+    if len(batch) == 1 and shape == (*batch, keys):
+        return f"; for a (B, N) key {'mask' if is_mask else 'bias'} write {name}[:, None, None, :]"
+    if len(batch) == 1 and len(shape) == 3 and _fits(shape, (*batch, queries, keys)):
+        return f"; for one {name} per batch item insert a head axis: {name}[:, None]"
+    if len(shape) >= 3 and _fits((*shape[:-3], shape[-1], *shape[-3:-1]), full):
+        return f"; heads come before queries and keys: {name}.movedim(-1, -3)"
+    if len(batch) == 1 and len(shape) == 3 and _fits(shape, (batch[0] * heads, queries, keys)):
+        return f"; batch and heads are two axes: {name}.unflatten(0, ({batch[0]}, {heads}))"
+    exchanged = (*batch, queries, heads)  # the heads and lengths of q; of the keys only their heads are known here
+    if not heads_first and len(shape) >= 3 and shape[-1] != 1 and _fits(shape[:-1], exchanged):
+        return f"; it would fit with heads before lengths: {layout}"
+    return ""
