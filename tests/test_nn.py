@@ -110,3 +110,8 @@ def test_wrong_sizes_of_a_layer_are_refused(arguments: tuple[int, ...], words: s
 def test_wrong_sizes_of_a_grid_are_refused(sizes: tuple[int, int, int], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1"):
         RelativePositionBias2d(*sizes)
+
+
+def test_a_bias_that_is_no_module_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="got bool; tensors go to forward"):
+        Attention(16, 2, bias=True)  # type: ignore[arg-type]

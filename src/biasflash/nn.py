@@ -78,6 +78,10 @@ class Attention(nn.Module):
             raise ValueError(f"dim must be a positive multiple of heads, got dim={dim}, heads={heads}")
         if kv_heads < 1 or heads % kv_heads != 0:
             raise ValueError(f"heads must be a multiple of kv_heads, got heads={heads}, kv_heads={kv_heads}")
+        if bias is not None and not isinstance(bias, nn.Module):
+            raise TypeError(
+                f"bias must be None or a module that returns a bias, got {type(bias).__name__}; tensors go to forward"
+            )
         self.heads, self.kv_heads, self.width = heads, kv_heads, dim // heads
         self.causal, self.backend = causal, backend
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.width)

@@ -263,9 +263,11 @@ def draw(ours: Student, plain: Student, path: Path) -> None:
     maps_part.suptitle(
         "Learned bias, by the offset from the query (+) to the key: red attends more, blue less", fontsize=11
     )
-    maps_part.colorbar(image, ax=grid, shrink=0.8, pad=0.01).ax.tick_params(labelsize=8)
+    bar = maps_part.colorbar(image, ax=grid, shrink=0.8, pad=0.01)
+    bar.set_label("added to the score", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
     left, right = curves_part.subplots(1, 2)
-    _curves(left, "training loss", (ours.name, ours.losses), (plain.name, plain.losses))
+    _curves(left, "training loss (labels smoothed)", (ours.name, ours.losses), (plain.name, plain.losses))
     _curves(right, "test accuracy", (ours.name, ours.accuracies), (plain.name, plain.accuracies))
     left.set_yscale("log")
     right.axhline(WANTED_ACCURACY, color="#999999", linewidth=0.8, linestyle=":")
@@ -280,7 +282,7 @@ def _curves(axes: Axes, title: str, ours: tuple[str, list[float]], plain: tuple[
     axes.plot(epochs, plain[1], color="black", linewidth=1.1, linestyle="--", label=plain[0])
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("epoch", fontsize=9)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(which="both", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
