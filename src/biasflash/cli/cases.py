@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from biasflash.testing.case import Case
 from biasflash.testing.cases import select
@@ -28,13 +30,25 @@ def terms(case: Case) -> str:
     return ", ".join(found + (["causal"] if case.causal else []))
 
 
-def table(chosen: Sequence[Case]) -> Table:
-    found = Table()
-    for column in ("case", "*B x M x Hq x D", "terms", "what it is", "tags"):
-        found.add_column(column, overflow="fold", no_wrap=column == "case")
+def table(tags: str, chosen: Sequence[Case]) -> Table:
+    """The cases of the same tags: two columns, so that a narrow terminal shows them, too."""
+    found = Table(
+        title=f"{tags}: {len(chosen)} cases; *B x M x Hq x D in brackets",
+        title_justify="left",
+        box=None,
+        show_header=False,
+        pad_edge=False,
+    )
+    found.add_column(no_wrap=True)
+    found.add_column(overflow="fold")
     for case in chosen:
-        found.add_row(case.name, sizes(case), terms(case), case.why, ", ".join(sorted(case.tags)))
+        facts = ", ".join(filter(None, (sizes(case), terms(case))))
+        found.add_row(case.name, Text.assemble(case.why, (f" ({facts})", "dim")))
     return found
+
+
+def _tags(case: Case) -> str:
+    return ", ".join(sorted(case.tags))
 
 
 def cases(
@@ -50,4 +64,5 @@ def cases(
         chosen = select(names)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    Console().print(table(chosen))
+    groups = itertools.groupby(sorted(chosen, key=_tags), key=_tags)
+    Console().print(Group(*(table(tags, list(found)) for tags, found in groups)))

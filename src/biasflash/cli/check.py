@@ -229,9 +229,10 @@ def _summary(results: Sequence[Result], refusals: Sequence[dict[str, str]]) -> T
         rows = [r for r in results if (r.backend, r.dtype) == (backend, dtype)]
         counts = [sum(r.status == status for r in rows) for status in ("passed", "failed", "skipped")]
         figures = [(f.used, f.tensor, r.case) for r in rows for f in r.figures]
-        used, tensor, case = max(figures, default=(0.0, "-", "-"))
+        used, tensor, case = max(figures, default=(0.0, "", ""))
+        closest = f"{used:.0%} {tensor} of {case}" if figures else "-"
         style = "red" if counts[1] else None
-        table.add_row(backend, dtype, *map(str, counts), f"{used:.0%} {tensor} of {case}", style=style)
+        table.add_row(backend, dtype, *map(str, counts), closest, style=style)
     good = sum(r["status"] == "passed" for r in refusals)
     table.add_row("wrong calls", "", str(good), str(len(refusals) - good), "0", "", style=None if good else "red")
     return table
