@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -404,3 +405,24 @@ def test_a_term_of_batch_and_keys_is_told_how_to_broadcast() -> None:
             biasflash.attention(q, k, k, **{kind: term})
     with pytest.raises(ValueError, match=r"axis M is 2, wanted 1 or 48$"):
         biasflash.attention(q, k, k, torch.zeros(2, 1))
+
+
+def test_a_hint_taken_at_its_word_makes_the_call_work() -> None:
+    """Of random shapes that do not fit: what a message says to write for the term, if it does, fits."""
+    draw = random.Random(0)
+    taken: set[str] = set()
+    for _ in range(1500):
+        batch = [draw.randint(1, 4) for _ in range(draw.choice((0, 1, 1, 1, 2)))]
+        M, N, H = (draw.randint(1, 5) for _ in range(3))
+        sizes = (1, M, N, H, *batch, (batch or [1])[0] * H)
+        term = torch.zeros([draw.choice(sizes) for _ in range(draw.randint(1, 4))])
+        q, k = torch.zeros(*batch, M, H, 4), torch.zeros(*batch, N, H, 4)
+        try:
+            biasflash.attention(q, k, k, term)
+            continue
+        except ValueError as error:
+            hint = re.search(r"bias(\[:, None.*\]|\.movedim\(.*\)|\.unflatten\(.*\))$", str(error))
+        if hint is not None:
+            biasflash.attention(q, k, k, eval(hint[0], {"bias": term}))
+            taken.add(re.sub(r"\d+", "n", hint[1]))
+    assert taken == {"[:, None]", "[:, None, None, :]", ".movedim(-n, -n)", ".unflatten(n, (n, n))"}

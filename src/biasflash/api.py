@@ -162,6 +162,7 @@ def attention(
         window, softcap, sinks, dropout_p, q_lens, kv_lens: not built yet; only their neutral values are accepted.
         return_lse: also return the log-sum-exp of the scores, which is differentiable.
         backend: None chooses; a name runs that backend or raises.
+        unknown: nothing; an argument as another library names it is refused with what to write here.
 
     Returns:
         ``out``: ``*B M Hq Dv`` in q's dtype; with ``return_lse`` also ``lse``: ``*B Hq M``, float32, natural log.

@@ -95,6 +95,6 @@ def of_term(
     if len(batch) == 1 and len(shape) == 3 and _fits(shape, (batch[0] * heads, queries, keys)):
         return f"; batch and heads are two axes: {name}.unflatten(0, ({batch[0]}, {heads}))"
     exchanged = (*batch, queries, heads)  # the heads and lengths of q; of the keys only their heads are known here
-    if not heads_first and len(shape) >= 3 and shape[-1] != 1 and _fits(shape[:-1], exchanged):
+    if not heads_first and len(shape) >= 3 and shape[-1] not in (1, keys) and _fits(shape[:-1], exchanged):
         return f"; it would fit with heads before lengths: {layout}"
     return ""
