@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from biasflash.backends.triton import tables
-from biasflash.backends.triton.widths import at_once
+from biasflash.backends.triton.widths import at_once, padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,14 +296,9 @@ def uncapped(tile: TileConfig) -> TileConfig:
 
 def shrink(tile: TileConfig, M: int, N: int) -> TileConfig:
     """No side longer than the power of two that holds its axis: a sequence of 20 does not pay for 64 rows."""
-    block_m = min(tile.block_m, max(16, _power_of_two(M)))
-    block_n = min(tile.block_n, max(16, _power_of_two(N)))
+    block_m, block_n = min(tile.block_m, padded(M)), min(tile.block_n, padded(N))
     if tile.keeps_sides or (block_m, block_n) == (tile.block_m, tile.block_n):
         return tile
     if tile.keeps_warps:
         return replace(tile, block_m=block_m, block_n=block_n)
     return replace(tile, block_m=block_m, block_n=block_n, warps=min(tile.warps, 4), registers=None)
-
-
-def _power_of_two(length: int) -> int:
-    return 1 << max(0, length - 1).bit_length()

@@ -43,12 +43,12 @@ RULES: tuple[StripRule, ...] = (
 )
 
 
-def padded(width: int) -> int:
-    """The power of two, at least 16 (the least side of a product), that holds a width.
+def padded(size: int) -> int:
+    """The power of two, at least 16 (the least side of a product), that holds a width or a length.
 
     Without Triton's function of that name: the command line reads rules where Triton is not installed.
     """
-    return max(16, 1 << (width - 1).bit_length())
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def strips(width: int, itemsize: int, capability: int) -> tuple[int, ...]:

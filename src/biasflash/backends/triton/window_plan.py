@@ -13,6 +13,7 @@ from biasflash.backends.triton import tables, windows
 from biasflash.backends.triton.geometry import View
 from biasflash.backends.triton.operands import Device, Launch, Operands, Slot
 from biasflash.backends.triton.recipe import Recipe, add_chunks
+from biasflash.backends.triton.widths import padded
 from biasflash.backends.triton.window_rules import MEASURED, RULES, WindowRule
 from biasflash.problem import Term
 
@@ -27,7 +28,7 @@ def side(length: int) -> int:
     """What holds an axis: a power of two, at least 16; above 128 that many and a tail."""
     if length > WHOLE:
         return WHOLE + side(length - WHOLE)
-    return max(16, int(triton.next_power_of_2(length)))
+    return padded(length)
 
 
 def rules(device: Device) -> tuple[WindowRule, ...]:
