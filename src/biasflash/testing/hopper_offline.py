@@ -31,11 +31,12 @@ class Loop:
     exponentials: int
     covered: int  # exponentials that run while a product is in flight
     spills: int  # instructions that store or load spilled registers
+    waits: int  # for products
 
     def __str__(self) -> str:
         return (
             f"loop at {self.start:#x}: {self.instructions} instructions, {self.products} products, {self.covered} of "
-            f"{self.exponentials} exponentials under one, {self.spills} spill instructions"
+            f"{self.exponentials} exponentials under one, {self.waits} waits, {self.spills} spill instructions"
         )
 
 
@@ -100,4 +101,5 @@ def _loop(start: int, body: list[tuple[int, str, str]]) -> Loop:
         exponentials=exponentials,
         covered=covered,
         spills=sum(word.startswith(("STL", "LDL")) for _, word, _ in body),
+        waits=sum(word.startswith("WARPGROUP.DEPBAR") for _, word, _ in body),
     )

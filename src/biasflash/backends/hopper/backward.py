@@ -166,7 +166,7 @@ def consume(
     D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
-    HAS_KEEP: gl.constexpr, DEAL: gl.constexpr,
+    HAS_KEEP: gl.constexpr, FIRST: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: rows ``64 w`` to ``64 w + 63`` of the CTA's own side."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
@@ -228,7 +228,7 @@ def consume(
                             w, x_1, x_2, references, deltas, limits, own_at, met_use, bias_use, own_row, met_row, N,
                             shift, scale, ds_desc, ds_place, own, met, bias, rows, ds_tiles, bars, D, DV, BLOCK, ROWS,
                             TILES, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, phase == 0, AHEAD, KEEP, KEYS, STORE_DS,
-                            HAS_KEEP, S, P_1, P_2,
+                            HAS_KEEP, FIRST, S, P_1, P_2,
                         )  # fmt: skip
                         met_use += ROWS * TILES
                         bias_use += TILES
@@ -255,7 +255,7 @@ def launch(
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
     HAS_KEEP: gl.constexpr, ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    DS_SLOTS: gl.constexpr,
+    DS_SLOTS: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """Allocate the rings and start two computing warpgroups and the copying warp."""
     DEAL: gl.constexpr = dealing(IS_CAUSAL, D, DV, ORDER)
@@ -291,12 +291,12 @@ def launch(
             (consume, (
                 0, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, caps, mask, ds_tiles, bars, numbers,
                 scale, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
-                KEYS, STORE_DS, HAS_KEEP, DEAL,
+                KEYS, STORE_DS, HAS_KEEP, FIRST, DEAL,
             )),
             (consume, (
                 1, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, caps, mask, ds_tiles, bars, numbers,
                 scale, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
-                KEYS, STORE_DS, HAS_KEEP, DEAL,
+                KEYS, STORE_DS, HAS_KEEP, FIRST, DEAL,
             )),
             (produce, (
                 own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, own, met,
@@ -332,7 +332,7 @@ def dq_kernel(
         (reference_desc, delta_desc), caps_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), bias_desc,
         bias_moves, (dq_desc, dq_desc), (dq_moves, dq_moves), (inner, items, M, N, heads, group, batch, shift), scale,
         D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
-        False, False, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
+        False, False, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False,
     )  # fmt: skip
 
 
@@ -346,19 +346,19 @@ def dkdv_kernel(
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, STORE_DS: gl.constexpr,
-    HAS_KEEP: gl.constexpr, DS_SLOTS: gl.constexpr,
+    HAS_KEEP: gl.constexpr, DS_SLOTS: gl.constexpr, REFERENCE_FIRST: gl.constexpr,
 ):  # fmt: skip
     """dk = scale dS^T Q and dv = P^T dO of every key; STORE_DS: also dS, the gradient of a bias of full shape.
 
     As ``dq_kernel``, sides exchanged; boxes: 64 x D_BLOCK (k, dk), 64 x DV_BLOCK (v, dv), BLOCK_M x D_BLOCK (q),
     BLOCK_M x DV_BLOCK (dout), BLOCK_M x 64 (bias, ds), 1 x BLOCK_M (reference, delta). Items: tiles of 128 keys x
     batch // ROWS x key heads; the query heads of a key head are summed in registers. With STORE_DS, ROWS is 1, and each
-    warpgroup has DS_SLOTS blocks of shared memory for dS on its way out.
+    warpgroup has DS_SLOTS blocks of shared memory for dS on its way out. REFERENCE_FIRST: 16 registers more.
     """
     launch(
         (k_desc, v_desc), (k_moves, v_moves), (q_desc, dout_desc), (q_moves, dout_moves), bias_desc, bias_moves,
         (reference_desc, delta_desc), reference_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), ds_desc,
         ds_moves, (dk_desc, dv_desc), (dk_moves, dv_moves), (inner, items, M, N, heads, group, batch, shift), scale,
         D_BLOCK, DV_BLOCK, BLOCK_M, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, True,
-        STORE_DS, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DS_SLOTS,
+        STORE_DS, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DS_SLOTS, REFERENCE_FIRST,
     )  # fmt: skip

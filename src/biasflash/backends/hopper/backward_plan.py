@@ -247,6 +247,7 @@ class HopperBackward(BackwardPlan):
         items = triton.cdiv(p.N, 128) * p.batch_size // tile.rows * p.Hkv
         given = self._given(boxes, tile, items, tile.block)
         given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored), "DS_SLOTS": tile.ds_slots}
+        given["REFERENCE_FIRST"] = tile.reference_first and self._mask is None  # beside what hides keys they spill
         return record(ops, backward.dkdv_kernel, given, tile)
 
     def _wide(self, kernel: str) -> DescriptorLaunch:

@@ -24,7 +24,7 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from biasflash.backends.hopper.marks import last_key_of
-from biasflash.backends.hopper.pieces import NEG_INF, added, replaced, widen
+from biasflash.backends.hopper.pieces import NEG_INF, added, minus_columns, replaced, widen
 from biasflash.backends.hopper.pipeline import hand_back, wait_full
 from biasflash.tile.softmax import LOG2E
 from biasflash.tile.span import key_span, query_span
@@ -90,17 +90,25 @@ def work_item(
 
 @jit
 def score_products(
-    own, met, met_full, own_at, use, D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    S: gl.constexpr,
+    own, met, rows, met_full, own_at, use, D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, FROM_DELTA: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """Start S and dP (or their transposes) of 64 own rows and met tile ``use``; both [64, BLOCK]."""
+    """Start S and dP (or their transposes) of 64 own rows and met tile ``use``; both [64, BLOCK].
+
+    FROM_DELTA: dP^T - delta in place of dP^T, a sum that starts from minus the column's delta. Its loads then do not
+    come behind the wait for dP^T, when shared memory is busy with products, and it takes no registers beside dP^T.
+    Only where no product is in flight: the assembler would wait for it before it lets these registers be written.
+    """
     slot = use % STAGES
     zero = gl.zeros([64, BLOCK], gl.float32, layout=S)
     wait_full(met_full, use, STAGES)
     met_1 = met[0].index(slot).reshape([BLOCK, D]).permute((1, 0))
     met_2 = met[1].index(slot).reshape([BLOCK, DV]).permute((1, 0))
+    dp = zero
+    if FROM_DELTA:
+        dp = minus_columns(rows[1].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S)), zero)
     s = warpgroup_mma(own[0].index(own_at).reshape([64, D]), met_1, zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(own[1].index(own_at).reshape([64, DV]), met_2, zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(own[1].index(own_at).reshape([64, DV]), met_2, dp, use_acc=FROM_DELTA, is_async=True)
     return s, dp
 
 
@@ -123,7 +131,7 @@ def run_round(
     D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
-    HAS_KEEP: gl.constexpr, S: gl.constexpr, P_1: gl.constexpr, P_2: gl.constexpr,
+    HAS_KEEP: gl.constexpr, FIRST: gl.constexpr, S: gl.constexpr, P_1: gl.constexpr, P_2: gl.constexpr,
 ):  # fmt: skip
     """TILES met tiles for ROWS batch items: score products of the next step run while this step is computed.
 
@@ -131,20 +139,25 @@ def run_round(
     step's second products. A lone step of dk and dv starts dv before it waits for dP^T: that product needs the weights,
     so the assembler cannot lower the exponentials behind the wait. A met slot is handed back two steps later, when the
     wait for new scores has covered them; KEEP widens a bias tile once for the ROWS items and hands it back after the
-    first. HAS_KEEP: ``limits`` is what scores are cut to, a column for each item where own rows are keys, else a ring
-    of lines beside the met tiles.
+    first. FIRST: references of met queries are read before their scores are waited for. HAS_KEEP: ``limits`` is what
+    scores are cut to, a column for each item where own rows are keys, else a ring of lines beside the met tiles.
     """
     _, _, met_full, met_empty, bias_full, bias_empty = bars
     U: gl.constexpr = ROWS * TILES
     SECOND: gl.constexpr = 2 if KEYS else 1  # second products of a step
     ALONE: gl.constexpr = KEYS and U == 1
-    s, dp = score_products(own, met, met_full, own_at, met_use, D, DV, BLOCK, STAGES, S)
+    s, dp = score_products(own, met, rows, met_full, own_at, met_use, D, DV, BLOCK, STAGES, KEYS, S)
     before = ()  # left operands of second products in flight: those of the step before the last, and of the last
     last = ()
     for u in gl.static_range(U):
         if AHEAD and u + 1 < U:
             next_at = own_at + (u + 1) % ROWS * 2
-            s_next, dp_next = score_products(own, met, met_full, next_at, met_use + u + 1, D, DV, BLOCK, STAGES, S)
+            s_next, dp_next = score_products(
+                own, met, rows, met_full, next_at, met_use + u + 1, D, DV, BLOCK, STAGES, KEYS and not AHEAD, S
+            )
+        slot = (met_use + u) % STAGES
+        if FIRST:
+            reference = rows[0].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
         if ALONE:
             s = warpgroup_mma_wait(1, deps=(s,))
         else:
@@ -155,7 +168,6 @@ def run_round(
             dp = scores[1]
         if u > 1:
             hand_back(met_empty, met_use + u - 2, STAGES)
-        slot = (met_use + u) % STAGES
         unit = LOG2E
         if HAS_BIAS:
             use = bias_use + u // ROWS
@@ -170,10 +182,10 @@ def run_round(
             s = s * scale + dense
         else:
             unit = scale * LOG2E
-        if KEYS:
-            reference = rows[0].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
-        else:
+        if not KEYS:
             reference = references[u % ROWS][:, None]
+        elif not FIRST:
+            reference = rows[0].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
         y = s * unit - reference
         if MASKED:
             row = own_row + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
@@ -200,16 +212,18 @@ def run_round(
             x = warpgroup_mma(p_operand, met[1].index(slot).reshape([BLOCK, DV]), x_2[0], is_async=True)
             x_2 = (x,)
             dp = warpgroup_mma_wait(1, deps=(dp,))
-        if KEYS:
-            delta = rows[1].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
-        else:
-            delta = deltas[u % ROWS][:, None]
-        exact = p * (dp - delta)
+        if not KEYS:
+            dp = dp - deltas[u % ROWS][:, None]
+        elif AHEAD and u > 0:
+            dp = dp - rows[1].index(slot).reshape([BLOCK]).load(gl.SliceLayout(0, S))[None, :]
+        exact = p * dp
         ds = exact.to(own[0].dtype)
         operand = gl.convert_layout(ds, P_1)
         if not AHEAD and u + 1 < U:
             next_at = own_at + (u + 1) % ROWS * 2
-            s_next, dp_next = score_products(own, met, met_full, next_at, met_use + u + 1, D, DV, BLOCK, STAGES, S)
+            s_next, dp_next = score_products(
+                own, met, rows, met_full, next_at, met_use + u + 1, D, DV, BLOCK, STAGES, KEYS and not AHEAD, S
+            )
         before = last
         if KEYS:
             if not ALONE:

@@ -27,6 +27,7 @@ class ForwardTile:
     pieces: int = 1
     out_pieces: int = 1
     width_v: int = 0  # the widest Dv; 0: as D
+    in_turns: bool = False  # warpgroups issue products one after the other
 
     @property
     def block_m(self) -> int:
@@ -51,6 +52,7 @@ class SharedTile:
     why: str
     fixed: bool = False  # rows keep the reference of their first keys; bfloat16 only
     is_causal: bool = False  # only for causal calls
+    in_turns: bool = False  # warpgroups issue products one after the other
     block_m: int = 128
 
     def __str__(self) -> str:
@@ -75,6 +77,7 @@ class BackwardTile:
     why: str
     stores: bool = True  # may also store score gradients
     ds_slots: int = 2  # places that each warpgroup has for what it stores
+    reference_first: bool = False  # references of met queries are in registers before the scores are
 
     def __str__(self) -> str:
         items = f"{self.rows} items x " if self.rows > 1 else ""

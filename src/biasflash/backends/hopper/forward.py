@@ -39,8 +39,8 @@ from biasflash.tile.softmax import LOG2E
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "FAR", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "BLOCK_M", "SCORES",
-    "OUT", "SUMS", "WIDE_BIAS",
+    "KEEP_LOW", "FAR", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "IN_TURNS", "BLOCK_M",
+    "SCORES", "OUT", "SUMS", "WIDE_BIAS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -109,24 +109,30 @@ def weigh(x, m, l, unit, dtype: gl.constexpr, GUARD: gl.constexpr, FORM: gl.cons
 
 @jit
 def step(
-    w: gl.constexpr, q_tiles, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask,
+    w: gl.constexpr, q_tiles, o, p, m, l, u, turn, full, end, limit, unit, scale, buffers, rings, line, mask,
     FORM: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile ``u``, and the sum over tile ``u - 1`` under whose product their softmax runs.
+
+    IN_TURNS: this is the warpgroup's ``turn``-th step.
 
     CAUSAL: tiles before ``full`` need a mask. That is a branch and not a loop of its own: between two loops weights of
     two bytes are unpacked and packed at every tile, 64 instructions beside 460.
     """
     k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed = rings
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed, turns = rings
     if FORM.HAS_KEEP:
         whole = is_whole(line, (end - 1 - u) * FORM.BLOCK_N, mask, FORM.BLOCK_N)
     EARLY: gl.constexpr = FORM.WARPGROUPS == 2  # a bias tile in registers before the scores are: not with 160 of them
     if not FORM.PINNED:
         ring.wait_full(k_full, u, FORM.KV_STAGES)
+    if FORM.IN_TURNS:
+        ring.wait_turn(w, turns, turn)
     s = score(w, q_tiles, k_tiles, u, FORM)
     ring.wait_full(v_full, u - 1, FORM.KV_STAGES)
     o = add_values(p, v_tiles, u - 1, o, FORM)
+    if FORM.IN_TURNS:
+        ring.pass_turn(w, turns, FORM.WARPGROUPS)
     if FORM.HAS_BIAS and EARLY:
         bias = read_bias(w, u, bias_tiles, bias_full, FORM)
     s = warpgroup_mma_wait(1, deps=(s,))
@@ -184,7 +190,7 @@ def attend(
     HIDES: gl.constexpr = FORM.IS_CAUSAL or (FORM.ODD_N and not FORM.HAS_KEEP)  # caps end with the keys
     q_tiles, q_full, q_empty, _desc, _moves = q_parts
     k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed = rings
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, _landed, _turns = rings
     M, N, heads, batch, shift = extent
     unit = gl.full([ROWS], LOG2E if FORM.HAS_BIAS else scale * LOG2E, gl.float32, layout=ROW)
     dealt = deal(items, extent, FORM)
@@ -246,7 +252,7 @@ def attend(
             full = first + gl.minimum(gl.maximum(masked, 1), end - first)
         for u in range(first + 1, end):
             o, p, m, l = step(
-                w, q_tiles, o, p, m, l, u, full, end, limit, unit, scale, buffers, rings, line, mask, FORM
+                w, q_tiles, o, p, m, l, u, u - 1 - done, full, end, limit, unit, scale, buffers, rings, line, mask, FORM
             )
 
         if FORM.OUT_APART:
@@ -278,7 +284,7 @@ def forward_kernel(
     KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
     HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    OUT_APART: gl.constexpr, PINNED: gl.constexpr, PIECES: gl.constexpr,
+    OUT_APART: gl.constexpr, PINNED: gl.constexpr, PIECES: gl.constexpr, IN_TURNS: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, with lse ``[batch, heads, M]``.
 
@@ -287,19 +293,20 @@ def forward_kernel(
     ``[64, DV_BLOCK]`` or half of these columns. OUT_APART: the output has shared memory of its own, a block for each
     warpgroup, else it takes the queries' place (blocks as theirs). KEEP_LOW: ``low_ptr`` gets what lse's rounding lost.
     LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the product (needs two KV_STAGES).
-    HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``. ``*_moves``: see
-    ``pipeline.at``.
+    HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``. IN_TURNS: warpgroups issue
+    their products one after the other. ``*_moves``: see ``pipeline.at``.
     """
     FAR: gl.constexpr = far(LOW_RANGE, q_desc.dtype)
     WIDE_BIAS: gl.constexpr = HAS_BIAS and bias_desc.dtype == gl.float32
     FORM: gl.constexpr = form(WIDE_BIAS, D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS,
                               IS_CAUSAL, ODD_N, KEEP_LOW, FAR, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
-                              DV_BLOCK // out_desc.block_type.shape[4])  # fmt: skip
+                              DV_BLOCK // out_desc.block_type.shape[4], IN_TURNS)  # fmt: skip
     gl.static_assert(FORM.OUT_PIECES <= 2, "the output is halved once")
     IN_PLACE: gl.constexpr = FORM.OUT_PIECES <= PIECES and FORM.OUT_PIECES * D_BLOCK == DV_BLOCK
     gl.static_assert(OUT_APART or IN_PLACE, "the output does not fit in the queries' place")
     gl.static_assert(HAS_BIAS or not LOW_RANGE, "only a bias is that low")
     gl.static_assert(PINNED or not WIDE_BIAS, "a loop must part the sums of a float32 bias from its hand-over")
+    gl.static_assert(not (IN_TURNS and IS_CAUSAL), "later warpgroups take more steps: turns would not come round")
     gl.static_assert(KV_STAGES > 1 or not PINNED, "waiting early for the next keys needs a second slot")
     q_tiles = slots(q_desc, WARPGROUPS * PIECES)
     k_tiles = slots(k_desc, KV_STAGES * PIECES)
@@ -316,6 +323,10 @@ def forward_kernel(
         bias_tiles = slots(bias_desc, BIAS_STAGES * WARPGROUPS)
         bias_full, bias_empty = ring.ring_barriers(BIAS_STAGES), ring.ring_barriers(BIAS_STAGES)
         ring.start_ring(bias_full, bias_empty, BIAS_STAGES, WARPGROUPS)
+    turns = k_full
+    if IN_TURNS:
+        turns = ring.ring_barriers(WARPGROUPS)
+        ring.start_turns(turns, WARPGROUPS)
     caps_tiles, landed = k_tiles, k_full
     if HAS_KEEP:
         caps_tiles = slots(caps_desc, KV_STAGES)
@@ -325,7 +336,7 @@ def forward_kernel(
 
     # tuples hold runtime values only: a constexpr in one would become a tensor
     buffers = (k_tiles, v_tiles, bias_tiles, caps_tiles)
-    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed)
+    rings = (k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed, turns)
     q_parts = (q_tiles, q_full, q_empty, q_desc, q_moves)
     out_parts = (out_desc, out_moves, out_tiles)
     row_ptrs = (lse_ptr, low_ptr)

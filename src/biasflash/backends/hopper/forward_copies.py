@@ -52,7 +52,7 @@ def load_keys(u, i, blanks, tiles, spot, descs, moves, buffers, rings, mask, FOR
     k_desc, v_desc, bias_desc, caps_desc = descs
     k_moves, v_moves, bias_moves = moves
     k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
-    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed = rings
+    k_full, k_empty, v_full, v_empty, bias_full, bias_empty, landed, _turns = rings
     b0, b1, h, kv_head, row = spot
     column = (tiles - 1 - i) * FORM.BLOCK_N
     slot = u % FORM.KV_STAGES

@@ -98,6 +98,7 @@ def _launch(ops: Operands, tile: ForwardTile | SharedTile) -> DescriptorLaunch:
         "BIAS_STAGES": tile.bias_stages,
         "KEEP_LOW": p.keeps_low,
         "LOW_RANGE": ops.constants["LOW_RANGE"],
+        "IN_TURNS": tile.in_turns and mask is None,  # beside what hides keys exponentials come out from under products
     }
     if isinstance(tile, SharedTile):
         kernel = forward_shared.shared_forward_kernel

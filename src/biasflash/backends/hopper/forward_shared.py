@@ -46,8 +46,8 @@ LARGEST_SUM = gl.constexpr(2.0**100)
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "BLOCK_N", "ROWS", "Q_BUFFERS", "KV_STAGES", "BIAS_STAGES", "IS_CAUSAL", "AHEAD",
-    "FIXED", "KEEP_LOW", "FAR", "ORDER", "HAS_KEEP", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "TWIN", "SCORES",
-    "OUT",
+    "FIXED", "KEEP_LOW", "FAR", "ORDER", "HAS_KEEP", "IN_TURNS", "BLOCK_M", "HAS_BIAS", "REACH", "KEEP", "TWIN",
+    "SCORES", "OUT",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -141,7 +141,7 @@ def key_tile(w: gl.constexpr, s, out, m, l, spot, scale, buffers, rings, CUTS: g
     scores of this unit, weights of the unit before, and with AHEAD scores of the unit after.
     """
     q_tiles, k_tiles, v_tiles, bias_tiles, caps_tiles = buffers
-    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, _landed = rings
+    q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, _landed, turns = rings
     uses, j, tiles, masked, done, more, limit = spot
     KEEP: gl.constexpr = FORM.KEEP and not (CUTS and FORM.TWIN and FORM.FIXED)  # beside the caps it spills
     last = j + 1 == tiles
@@ -191,6 +191,8 @@ def key_tile(w: gl.constexpr, s, out, m, l, spot, scale, buffers, rings, CUTS: g
             fade = gl.convert_layout(alpha, gl.SliceLayout(1, l[g].type.layout))
             l = replaced(l, g, l[g] * fade[:, None] + lane_sums(weights, FORM.BLOCK_N))
         p = gl.convert_layout(weights.to(q_tiles.dtype), gl.DotOperandLayout(0, FORM.OUT, 2))
+        if FORM.IN_TURNS:
+            ring.wait_turn(w, turns, u)
         if not FORM.AHEAD:
             s_next = score_next(w, g, q_tiles, k_tiles, q_full, done, u, last, more, FORM)
         v = v_tiles.index(u % FORM.KV_STAGES).reshape([FORM.BLOCK_N, FORM.DV_BLOCK])
@@ -198,6 +200,8 @@ def key_tile(w: gl.constexpr, s, out, m, l, spot, scale, buffers, rings, CUTS: g
         if not FORM.FIXED:
             o = o * gl.convert_layout(alpha, gl.SliceLayout(1, FORM.OUT))[:, None]
         o = warpgroup_mma(p, v, o, is_async=True)
+        if FORM.IN_TURNS:
+            ring.pass_turn(w, turns, 2)
         if g + 1 == FORM.ROWS:
             o, p, s_next = warpgroup_mma_wait(0, deps=(o, p, s_next))
             ring.hand_back(kv_empty, u, FORM.KV_STAGES)
@@ -314,7 +318,7 @@ def shared_forward_kernel(
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     Q_BUFFERS: gl.constexpr, KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
     AHEAD: gl.constexpr, FIXED: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
-    HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_KEEP: gl.constexpr, IN_TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, ROWS batch items around one bias tile.
 
@@ -324,11 +328,11 @@ def shared_forward_kernel(
     ``forward_kernel`` writes, with two warpgroups. AHEAD: scores of the next unit are issued before this one's weights
     are formed, not after. FIXED (bfloat16): see above; writes ``flag_ptr[batch * heads, 2 cdiv(M, 128)]``, float32, 0.0
     or 1.0 for every 64 query rows. What a flagged tile of out, lse and low holds is of no use. HAS_KEEP: a mask hides
-    keys, see ``marks``; ``caps_desc`` in blocks ``[1, BLOCK_N]``.
+    keys, see ``marks``; ``caps_desc`` in blocks ``[1, BLOCK_N]``. IN_TURNS: the warpgroups issue products alternately.
     """
     FAR: gl.constexpr = far(LOW_RANGE and not FIXED, q_desc.dtype)
     FORM: gl.constexpr = form(D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, Q_BUFFERS, KV_STAGES, BIAS_STAGES, IS_CAUSAL, AHEAD,
-                              FIXED, KEEP_LOW, FAR, ORDER, HAS_KEEP)  # fmt: skip
+                              FIXED, KEEP_LOW, FAR, ORDER, HAS_KEEP, IN_TURNS)  # fmt: skip
     gl.static_assert(not FIXED or q_desc.dtype == gl.bfloat16, "float16 weights do not reach as far as float32")
     gl.static_assert(not FIXED or ROWS <= 4, "a byte for each item's flag")
     gl.static_assert(D_BLOCK == DV_BLOCK and D_BLOCK <= 64, "outputs take the queries' place")
@@ -348,6 +352,10 @@ def shared_forward_kernel(
     ring.start_ring(q_full, q_empty, Q_BUFFERS, 2)
     ring.start_ring(kv_full, kv_empty, KV_STAGES, 2)
     ring.start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
+    turns = kv_full
+    if IN_TURNS:
+        turns = ring.ring_barriers(2)
+        ring.start_turns(turns, 2)
     caps_tiles, landed = k_tiles, kv_full
     if HAS_KEEP:
         caps_tiles = slots(caps_desc, KV_STAGES)
@@ -359,7 +367,7 @@ def shared_forward_kernel(
     row_ptrs = (lse_ptr, low_ptr)
     mask = (caps_ptr, spans_ptr, caps_pitch, line_0, line_1)
     buffers = (q_tiles, k_tiles, v_tiles, bias_tiles, caps_tiles)
-    rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, landed)
+    rings = (q_full, q_empty, kv_full, kv_empty, bias_full, bias_empty, landed, turns)
     extent = (M, N, heads, batch, shift)
     gl.warp_specialize([
         (attend, (0, out_desc, out_moves, row_ptrs, flag_ptr, buffers, rings, extent, items, inner, scale, mask, FORM)),

@@ -95,7 +95,7 @@ def copy_tiles(descs, moves, buffers, rings, extent, items, inner, group, mask, 
     q_desc, bias_desc = descs[0], descs[3]
     q_moves, bias_moves = moves[0], moves[3]
     q_tiles, bias_tiles = buffers[0], buffers[3]
-    q_full, q_empty, _kv_full, kv_empty, bias_full, bias_empty, _landed = rings
+    q_full, q_empty, _kv_full, kv_empty, bias_full, bias_empty, _landed, _turns = rings
     M, n, heads, batch, shift = extent
     uses, blanks = 0, 0  # uses of the bias ring
     for item in range(gl.program_id(0), items, gl.num_programs(0)):

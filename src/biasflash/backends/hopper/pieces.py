@@ -43,3 +43,15 @@ def widen(tile):
         return gl.inline_asm_elementwise(halves, "=r,=r,r", [tile], dtype=gl.float32, is_pure=True, pack=2)
     else:
         return tile.to(gl.float32)
+
+
+@jit
+def minus_columns(x, like):
+    """-x, a value for each column, in a tile as ``like``, which is 0: an accumulator to start from.
+
+    Impure, so that no two registers become one: copies of them between two products would make the assembler wait for
+    the first.
+    """
+    return gl.inline_asm_elementwise(
+        "sub.rn.f32 $0, $2, $1;", "=f,f,f", [x[None, :], like], dtype=gl.float32, is_pure=False, pack=1
+    )

@@ -49,6 +49,28 @@ def hand_back(empty, i, STAGES: gl.constexpr):
 
 
 @jit
+def start_turns(turns, COUNT: gl.constexpr):
+    """A barrier for each of COUNT warpgroups that take turns. A fence must follow before anyone waits."""
+    for i in gl.static_range(COUNT):
+        mbarrier.init(turns.index(i), count=1)
+
+
+@jit
+def wait_turn(w: gl.constexpr, turns, n):
+    """Warpgroup ``w`` waits for its ``n``-th turn: after the one before it, the first after the last one's ``n - 1``.
+
+    Warpgroups that meet the same tiles would else fall into step, and all of them want the same unit at a time.
+    """
+    mbarrier.wait(turns.index(w), (n + (1 if w == 0 else 0)) & 1)
+
+
+@jit
+def pass_turn(w: gl.constexpr, turns, COUNT: gl.constexpr):
+    """The turn goes on to the warpgroup after ``w``."""
+    mbarrier.arrive(turns.index((w + 1) % COUNT), count=1)
+
+
+@jit
 def at(b0, b1, head, row, column, moves):
     """Coordinates in a tensor ``(b0, b1, head, row, column)``.
 
