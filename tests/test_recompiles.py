@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="only Triton compiles kernels")
 from biasflash.backends.triton import ahead, geometry, launch, operands, window_plan
 from biasflash.backends.triton.backward_plan import backward_recipe
 from biasflash.backends.triton.forward_plan import forward_recipe
-from biasflash.backends.triton.operands import Device, Facts
+from biasflash.backends.triton.operands import Device, Facts, gradient_strides
 from biasflash.backends.triton.plans import contiguous_recipes
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem, Term
@@ -81,7 +81,7 @@ def kernel_of(key: Key) -> str:
 
 
 def facts_of(p: Problem, *, backward: bool) -> Facts:
-    """What a pass is told of a call whose tensors are all contiguous."""
+    """What a pass is told of a call whose tensors are all contiguous; its gradients are as ``ops`` makes them."""
     q, out = ((*p.batch, p.M, p.Hq, width) for width in (p.D, p.Dv))
     k, v = ((*p.batch, p.N, p.Hkv, width) for width in (p.D, p.Dv))
     shapes = {"q": q, "k": k, "v": v, "out": out}
@@ -89,10 +89,10 @@ def facts_of(p: Problem, *, backward: bool) -> Facts:
         shapes |= {"dout": out, "dq": q, "dk": k, "dv": v}
     shapes |= {"lse": (*p.batch, p.Hq, p.M), "low": (*p.batch, p.Hq, p.M) if p.keeps_low else (0,)}
     shapes |= {f"bias{i}": term.shape for i, term in enumerate(p.terms)}
+    strides = {name: tuple(geometry.plain_strides(shape)) for name, shape in shapes.items()}
     if backward:
-        shapes |= {f"grad{i}": term.shape for i, term in enumerate(p.terms) if term.trainable}
-    strides = tuple(tuple(geometry.plain_strides(shape)) for shape in shapes.values())
-    return tuple(shapes), strides, (True,) * len(shapes)
+        strides |= {f"grad{i}": gradient_strides(p, term) for i, term in enumerate(p.terms) if term.trainable}
+    return tuple(strides), tuple(strides.values()), (True,) * len(strides)
 
 
 def plan_forward(p: Problem, precision: str, facts: Facts) -> Recipe:
@@ -161,8 +161,9 @@ FAMILIES = [
     Family(name="shared bias, key mask", first=2 * SHARED + CHUNKS, bias="1HMN", mask="B11N"),
     Family(name="key mask", first=2 * PLAIN, mask="B11N"),
     Family(name="key bias", first=2 * PLAIN, bias="B11N"),
-    # float32 has a third class, lengths divisible by 4 but not by 8: their rows are aligned, EVEN_N does not hold
-    Family(name="full bias, float32", first=3 * FULL + DELTA, bias="BHMN", dtype=F32),
+    # float32 has a third class, lengths divisible by 4 but not by 8: their rows are aligned, EVEN_N does not hold; its
+    # gradient's rows always are aligned
+    Family(name="full bias, float32", first=2 * FULL + ("forward", "dkdv") + DELTA, bias="BHMN", dtype=F32),
     Family(name="shared bias, float32", first=3 * SHARED + CHUNKS, bias="1HMN", dtype=F32),
 ]
 ORDERS = {"ascending": ANY, "descending": ANY[::-1], "eights first": EIGHTS + ANY}

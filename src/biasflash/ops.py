@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from biasflash import problem as problems
-from biasflash.backends.backend import Backend, Gradients
+from biasflash.backends.backend import Backend, Gradients, bias_pitch
 from biasflash.problem import Problem, UnsupportedError
 
 _SHARED = "Tensor[] inputs, Tensor[] terms, str kinds, str layout, str causal, float? scale, str? backend"
@@ -140,7 +140,7 @@ class Direct:
         layout = self.settings[1]
         q, k, v = unpack(inputs, layout)
         rank = q.dim()
-        buffers = [gradient_buffer(t) if want else None for t, want in zip([*inputs, *terms], wanted, strict=True)]
+        buffers = gradient_buffers(inputs, terms, wanted, output[1])
         head = buffers[: len(inputs)]
         if layout == "q,k,v":
             dq, dk, dv = head
@@ -191,9 +191,24 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def gradient_buffer(t: Tensor) -> Tensor:
-    """Where the gradient of ``t`` is written: its shape and dtype, its strides if they are dense, else contiguous."""
-    return torch.empty_like(t)
+def gradient_buffers(
+    inputs: Sequence[Tensor], terms: Sequence[Tensor], wanted: Sequence[bool], lse: Tensor
+) -> list[Tensor | None]:
+    """Where gradients are written: shapes and dtypes of the tensors, their strides if they are dense, else contiguous.
+
+    Rows of a full bias's gradient (``lse`` has the rows it is full over) are ``bias_pitch`` apart on a GPU.
+    """
+    count = len(inputs)
+    rows = [torch.empty_like(t) if want else None for t, want in zip(inputs, wanted[:count], strict=True)]
+    return [*rows, *(_bias_buffer(t, lse) if want else None for t, want in zip(terms, wanted[count:], strict=True))]
+
+
+def _bias_buffer(t: Tensor, lse: Tensor) -> Tensor:
+    columns = t.shape[-1]
+    pitch = bias_pitch(columns, t.itemsize)
+    if pitch == columns or not t.is_cuda or t.stride(-1) != 1 or t.numel() != lse.numel() * columns:
+        return torch.empty_like(t)
+    return t.new_empty((*t.shape[:-1], pitch))[..., :columns]
 
 
 def _backward(
@@ -230,7 +245,7 @@ def _backward_fake(
     lse_low: Tensor,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    return [gradient_buffer(t) for t, want in zip([*inputs, *terms], wanted, strict=True) if want]
+    return [b for b in gradient_buffers(inputs, terms, wanted, lse) if b is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd

@@ -37,6 +37,16 @@ class Gradients:
     terms: tuple[Tensor | None, ...]
 
 
+def bias_pitch(columns: int, itemsize: int) -> int:
+    """Elements from row to row of a full bias's gradient on a GPU: rows begin at multiples of 16 bytes.
+
+    That gradient is stored tile by tile. Bulk copies take no other rows, and stores of single elements made a backward
+    pass of 1,001 keys 2.6 times as long as one of 1,000.
+    """
+    unit = max(1, 16 // itemsize)
+    return -(-columns // unit) * unit
+
+
 class Backend(Protocol):
     PROMISES: Promises
 

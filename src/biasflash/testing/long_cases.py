@@ -121,7 +121,7 @@ _KEYS: list[Case] = [
     ),
 ]
 
-#: biases whose rows bulk copies cannot read: they are copied first where many share them
+#: biases whose rows bulk copies cannot read: copied first where many share them, else read as lines of eight rows
 _ROWS: list[Case] = [
     _long("rows-odd-64", "a class token beside 16 x 16 patches", M=257, N=257, batch=(6,), biases=_SHARED),
     _long("rows-odd-32", "the same, narrow", M=333, N=333, D=32, batch=(6,), biases=_SHARED),
@@ -129,6 +129,23 @@ _ROWS: list[Case] = [
     _long("rows-odd-axes", "two batch axes", N=301, D=32, batch=(2, 4), H=2, biases=(Bias(shape="B1HMN"),)),
     _long("rows-odd-keys", "and a mask of keys", N=301, batch=(4,), biases=_SHARED, masks=_keys(), poison=True),
     _long("rows-sliced", "a slice of a larger bias", batch=(4,), biases=(Bias(shape="1HMN", strides="sliced"),)),
+    _long("rows-full-64", "one for each item, rows that fill no line at the end", M=333, N=301, biases=_FULL),
+    _long("rows-full-32", "the same, narrow", M=257, N=257, D=32, biases=_FULL),
+    _long("rows-full-128", "the same, wide, causal", M=301, N=333, D=128, causal=True, biases=_FULL),
+    _long("rows-full-80", "the same, a width between", M=200, N=203, D=80, biases=_FULL, return_lse=True),
+    _long("rows-full-twos", "rows of an even length", M=270, N=302, biases=_FULL),
+    _long("rows-full-fours", "rows in steps of 8 bytes", M=270, N=300, D=128, biases=_FULL),
+    _long("rows-full-fixed-64", "fixed", M=333, N=301, biases=_FIXED),
+    _long("rows-full-fixed-32", "fixed, narrow", M=257, N=257, D=32, biases=_FIXED),
+    _long("rows-full-fixed-128", "fixed, wide", M=301, N=333, D=128, biases=_FIXED),
+    _long("rows-full-causal", "more queries than keys", M=700, N=265, causal=True, biases=_FULL),
+    _long("rows-full-top-left", "the other alignment", M=300, N=521, causal="top-left", biases=_FULL),
+    _long("rows-full-grouped", "grouped heads", M=333, N=301, H=6, Hkv=2, biases=_FULL),
+    _long("rows-full-axes", "two batch axes", M=130, N=199, batch=(2, 3), biases=(Bias(shape="BBHMN"),)),
+    _long("rows-full-keys", "and a mask of keys", M=333, N=601, biases=_FULL, masks=_keys(), poison=True),
+    _long("rows-full-inf", "rows and entries of -inf", M=300, N=301, biases=(Bias(shape="BHMN", values="some -inf"),)),
+    _long("rows-full-lowest", "finfo.min", M=300, N=301, biases=(Bias(shape="BHMN", values="lowest"),)),
+    _long("rows-full-item", "one for each item, all heads", M=300, N=301, biases=(Bias(shape="B1MN", trained=False),)),
 ]
 
 

@@ -7,6 +7,7 @@ which items they take, and in which order, is in ``deal``.
 Boxes of descriptors have 64 own rows (own tiles, outputs, bias and dS tile of one warpgroup) or BLOCK met rows.
 """
 
+from biasflash.backends.hopper.backward_copies import order_bias, produce
 from biasflash.backends.hopper.backward_step import dealing, own_extent, run_round, work_item
 from biasflash.backends.hopper.deal import deal, first_lot, following
 from biasflash.backends.hopper.gluon import (
@@ -15,140 +16,19 @@ from biasflash.backends.hopper.gluon import (
     jit,
     mbarrier,
     store_wait,
-    tma_load,
     tma_store,
 )
-from biasflash.backends.hopper.marks import blank_hidden, is_fit, item_line
+from biasflash.backends.hopper.marks import item_line
+from biasflash.backends.hopper.odd_rows import odd_slots, raw_slots
 from biasflash.backends.hopper.pieces import added, slots
-from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_empty, wait_full
+from biasflash.backends.hopper.pipeline import at, hand_back, ring_barriers, start_ring, wait_full
 
-NUMBERS = ["inner", "items", "M", "N", "heads", "kv_heads", "group", "batch", "shift", "caps_pitch", "line_0", "line_1"]
+NUMBERS = [
+    "inner", "items", "M", "N", "heads", "kv_heads", "group", "batch", "shift", "caps_pitch", "line_0", "line_1",
+    "odd_pitch", "odd_whole", "odd_b0", "odd_b1", "odd_h",
+]  # fmt: skip
 DQ_MOVES = ["q_moves", "dout_moves", "k_moves", "v_moves", "bias_moves", "dq_moves"]
 DKDV_MOVES = ["k_moves", "v_moves", "q_moves", "dout_moves", "bias_moves", "ds_moves", "dk_moves", "dv_moves"]
-
-
-@jit
-def load_pair(descs, moves, b, inner, h_1, row, bar, tiles, i):
-    """Box ``row`` of two tensors into entry ``i`` of two rings."""
-    b0 = b // inner
-    b1 = b - b0 * inner
-    tma_load(descs[0], at(b0, b1, h_1, row, 0, moves[0]), bar, tiles[0].index(i))
-    tma_load(descs[1], at(b0, b1, h_1, row, 0, moves[1]), bar, tiles[1].index(i))
-
-
-@jit
-def blank_pair(tiles, i, line, row, mask, ROWS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr):
-    """``blank_hidden`` in entry ``i`` of the rings of K and V, whose tiles have ROWS keys."""
-    blank_hidden(tiles[0].index(i).reshape([ROWS, D]), line, row, mask, ROWS, D)
-    blank_hidden(tiles[1].index(i).reshape([ROWS, DV]), line, row, mask, ROWS, DV)
-
-
-@jit
-def are_fit(b, inner, own_row, mask, ROWS: gl.constexpr):
-    """``is_fit`` of a CTA's own keys, for ROWS batch items from ``b`` on."""
-    fit = is_fit(item_line(b, inner, mask), own_row, mask, 128)
-    for g in gl.static_range(1, ROWS):
-        fit = fit & is_fit(item_line(b + g, inner, mask), own_row, mask, 128)
-    return fit
-
-
-@jit
-def produce(
-    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, own, met, bias, rows,
-    caps, mask, bars, numbers,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
-    A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    KEYS: gl.constexpr, HAS_KEEP: gl.constexpr, DEAL: gl.constexpr,
-):  # fmt: skip
-    """The copying warp: own tiles of every item, then its met tiles, each with what belongs to it.
-
-    HAS_KEEP: copies of K and V with hidden keys that are not fit are announced to the barrier behind the ring's, whose
-    only reader is this warp. It blanks the keys and then completes the slot's barrier itself.
-    """
-    BLANKS_OWN: gl.constexpr = HAS_KEEP and KEYS
-    BLANKS_MET: gl.constexpr = HAS_KEEP and not KEYS
-    own_full, own_empty, met_full, met_empty, bias_full, bias_empty = bars
-    inner, items, _, _, heads, group, _, _ = numbers
-    row_bytes: gl.constexpr = 2 * row_descs[0].block_type.nbytes
-    own_bytes: gl.constexpr = own_descs[0].block_type.nbytes + own_descs[1].block_type.nbytes
-    pair_bytes: gl.constexpr = met_descs[0].block_type.nbytes + met_descs[1].block_type.nbytes
-    met_bytes: gl.constexpr = pair_bytes + (caps_desc.block_type.nbytes if BLANKS_MET else 0)
-    extent = own_extent(numbers, ROWS, KEYS)
-    dealt = deal(items, extent, DEAL)
-    lot, turn, own_use, met_use, bias_use, landed = first_lot(DEAL), 0, 0, 0, 0, 0
-    while lot < dealt[0]:
-        h, b, own_row, start, tiles, _ = work_item(
-            lot, turn, dealt, extent, numbers, mask, BLOCK, ROWS, TILES, KEYS, DEAL, HAS_KEEP
-        )  # fmt: skip
-        met_head = h // group
-        members = 1
-        if KEYS:
-            met_head = h * group
-            members = group
-        ready = own_use % A_BUFFERS
-        if BLANKS_OWN:
-            ready = gl.where((tiles == 0) | are_fit(b, inner, own_row, mask, ROWS), ready, A_BUFFERS)
-        wait_empty(own_empty, own_use, A_BUFFERS)
-        bar = own_full.index(ready)
-        mbarrier.expect(bar, 2 * ROWS * (own_bytes + (0 if KEYS else row_bytes)))
-        for g in gl.static_range(ROWS):
-            for w in gl.static_range(2):
-                i = ((own_use % A_BUFFERS) * ROWS + g) * 2 + w
-                load_pair(own_descs, own_moves, b + g, inner, h, own_row + w * 64, bar, own, i)
-                if not KEYS:
-                    line = (b + g) * heads + h
-                    tma_load(row_descs[0], [line, own_row + w * 64], bar, rows[0].index(i))
-                    tma_load(row_descs[1], [line, own_row + w * 64], bar, rows[1].index(i))
-        if BLANKS_OWN:  # noqa: SIM102
-            if ready == A_BUFFERS:
-                mbarrier.wait(own_full.index(A_BUFFERS), landed & 1)
-                for x in range(2 * ROWS):
-                    line = item_line(b + x // 2, inner, mask)
-                    i = own_use % A_BUFFERS * (2 * ROWS) + x
-                    blank_pair(own, i, line, own_row + x % 2 * 64, mask, 64, D, DV)
-                mbarrier.arrive(own_full.index(own_use % A_BUFFERS), count=1)
-                landed += 1
-        own_use += 1
-        for member in range(members):
-            for j in range(tiles):
-                met_row = start + j * BLOCK if KEYS else start - j * BLOCK
-                if HAS_BIAS:
-                    wait_empty(bias_empty, bias_use, BIAS_STAGES)
-                    slot = bias_use % BIAS_STAGES
-                    bar = bias_full.index(slot)
-                    mbarrier.expect(bar, 2 * bias_desc.block_type.nbytes)
-                    b0 = b // inner
-                    b1 = b - b0 * inner
-                    for w in gl.static_range(2):
-                        if KEYS:
-                            place_at = at(b0, b1, met_head + member, met_row, own_row + w * 64, bias_moves)
-                        else:
-                            place_at = at(b0, b1, h, own_row + w * 64, met_row, bias_moves)
-                        tma_load(bias_desc, place_at, bar, bias.index(slot * 2 + w))
-                    bias_use += 1
-                for g in gl.static_range(ROWS):
-                    slot = met_use % STAGES
-                    ready = slot
-                    if BLANKS_MET:
-                        line = item_line(b + g, inner, mask)
-                        ready = gl.where(is_fit(line, met_row, mask, BLOCK), slot, STAGES)
-                    wait_empty(met_empty, met_use, STAGES)
-                    bar = met_full.index(ready)
-                    mbarrier.expect(bar, met_bytes + (row_bytes if KEYS else 0))
-                    load_pair(met_descs, met_moves, b + g, inner, met_head + member, met_row, bar, met, slot)
-                    if KEYS:
-                        line = (b + g) * heads + met_head + member
-                        tma_load(row_descs[0], [line, met_row], bar, rows[0].index(slot))
-                        tma_load(row_descs[1], [line, met_row], bar, rows[1].index(slot))
-                    if BLANKS_MET:
-                        tma_load(caps_desc, [line, met_row], bar, caps.index(slot))
-                        if ready == STAGES:
-                            mbarrier.wait(met_full.index(STAGES), landed & 1)
-                            blank_pair(met, slot, line, met_row, mask, BLOCK, D, DV)
-                            mbarrier.arrive(met_full.index(slot), count=1)
-                            landed += 1
-                    met_use += 1
-        lot, turn = following(lot, turn, dealt, extent, DEAL)
 
 
 @jit
@@ -249,13 +129,13 @@ def consume(
 
 @jit
 def launch(
-    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, mask, ds_desc,
-    ds_moves, out_descs, out_moves, numbers, scale,
+    own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, mask, ends_desc, odd,
+    ds_desc, ds_moves, out_descs, out_moves, numbers, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, KEYS: gl.constexpr, STORE_DS: gl.constexpr,
     HAS_KEEP: gl.constexpr, ORDER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    DS_SLOTS: gl.constexpr, FIRST: gl.constexpr,
+    DS_SLOTS: gl.constexpr, FIRST: gl.constexpr, RAW_STAGES: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Allocate the rings and start two computing warpgroups and the copying warp."""
     DEAL: gl.constexpr = dealing(IS_CAUSAL, D, DV, ORDER)
@@ -278,16 +158,26 @@ def launch(
     start_ring(own_full, own_empty, A_BUFFERS, 2)
     start_ring(met_full, met_empty, STAGES, 2)
     bias, bias_full, bias_empty, ds_tiles = met[0], met_full, met_empty, met[0]
-    if HAS_BIAS:
+    odd_parts = ()
+    if RAW_STAGES > 0:
+        gl.static_assert(BLOCK == 64 or not KEYS, "bias tiles have 64 rows")
+        COLUMNS: gl.constexpr = 64 if KEYS else BLOCK
+        bias = odd_slots(bias_desc.dtype, 2 * BIAS_STAGES, COLUMNS)
+        raw = raw_slots(bias_desc.dtype, 2 * RAW_STAGES, COLUMNS)
+        raw_bars = (ring_barriers(RAW_STAGES), ring_barriers(RAW_STAGES))
+        start_ring(raw_bars[0], raw_bars[1], RAW_STAGES, 1)
+        odd_parts = (raw, raw_bars, ends_desc, odd)
+    elif HAS_BIAS:
         bias = slots(bias_desc, 2 * BIAS_STAGES)
+    if HAS_BIAS:
         bias_full, bias_empty = ring_barriers(BIAS_STAGES), ring_barriers(BIAS_STAGES)
         start_ring(bias_full, bias_empty, BIAS_STAGES, 2)
     if STORE_DS:
         ds_tiles = slots(ds_desc, 2 * DS_SLOTS)
     fence_async_shared()
     bars = (own_full, own_empty, met_full, met_empty, bias_full, bias_empty)
-    gl.warp_specialize(
-        [
+    if RAW_STAGES > 0:
+        gl.warp_specialize([
             (consume, (
                 0, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, caps, mask, ds_tiles, bars, numbers,
                 scale, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
@@ -300,24 +190,45 @@ def launch(
             )),
             (produce, (
                 own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, own, met,
-                bias, rows, caps, mask, bars, numbers, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES,
-                HAS_BIAS, KEYS, HAS_KEEP, DEAL,
+                bias, rows, caps, mask, odd_parts, bars, numbers, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES,
+                BIAS_STAGES, HAS_BIAS, KEYS, HAS_KEEP, RAW_STAGES, DEAL,
             )),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+            (order_bias, (
+                bias, mask, odd_parts, bars, numbers, BLOCK, ROWS, TILES, BIAS_STAGES, KEYS, HAS_KEEP, RAW_STAGES,
+                DEAL,
+            )),
+        ], [4, 1, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, HELPER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (
+                0, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, caps, mask, ds_tiles, bars, numbers,
+                scale, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
+                KEYS, STORE_DS, HAS_KEEP, FIRST, DEAL,
+            )),
+            (consume, (
+                1, out_descs, out_moves, ds_desc, ds_moves, own, met, bias, rows, caps, mask, ds_tiles, bars, numbers,
+                scale, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
+                KEYS, STORE_DS, HAS_KEEP, FIRST, DEAL,
+            )),
+            (produce, (
+                own_descs, own_moves, met_descs, met_moves, bias_desc, bias_moves, row_descs, caps_desc, own, met,
+                bias, rows, caps, mask, odd_parts, bars, numbers, D, DV, BLOCK, ROWS, TILES, A_BUFFERS, STAGES,
+                BIAS_STAGES, HAS_BIAS, KEYS, HAS_KEEP, RAW_STAGES, DEAL,
+            )),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 @jit(do_not_specialize=NUMBERS + DQ_MOVES)
 def dq_kernel(
     q_desc, dout_desc, k_desc, v_desc, bias_desc, reference_desc, delta_desc, dq_desc, caps_desc, caps_ptr, spans_ptr,
     q_moves, dout_moves, k_moves, v_moves, bias_moves, dq_moves,
-    inner, items, M, N, heads, group, batch, shift, caps_pitch, line_0, line_1, scale,
+    inner, items, M, N, heads, group, batch, shift, caps_pitch, line_0, line_1,
+    ends_desc, odd_ptr, odd_pitch, odd_whole, odd_b0, odd_b1, odd_h, scale,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_KEEP: gl.constexpr,
+    RAW_STAGES: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq = scale dS K of every query.
 
@@ -329,10 +240,11 @@ def dq_kernel(
     """
     launch(
         (q_desc, dout_desc), (q_moves, dout_moves), (k_desc, v_desc), (k_moves, v_moves), bias_desc, bias_moves,
-        (reference_desc, delta_desc), caps_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), bias_desc,
-        bias_moves, (dq_desc, dq_desc), (dq_moves, dq_moves), (inner, items, M, N, heads, group, batch, shift), scale,
-        D_BLOCK, DV_BLOCK, BLOCK_N, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP,
-        False, False, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False,
+        (reference_desc, delta_desc), caps_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), ends_desc,
+        (odd_ptr, odd_pitch, odd_whole, odd_b0, odd_b1, odd_h), bias_desc, bias_moves, (dq_desc, dq_desc),
+        (dq_moves, dq_moves), (inner, items, M, N, heads, group, batch, shift), scale, D_BLOCK, DV_BLOCK, BLOCK_N, ROWS,
+        TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, False, False, HAS_KEEP, ORDER,
+        CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, RAW_STAGES, HELPER_REGISTERS,
     )  # fmt: skip
 
 
@@ -341,12 +253,14 @@ def dkdv_kernel(
     k_desc, v_desc, q_desc, dout_desc, bias_desc, reference_desc, delta_desc, ds_desc, dk_desc, dv_desc, caps_ptr,
     spans_ptr,
     k_moves, v_moves, q_moves, dout_moves, bias_moves, ds_moves, dk_moves, dv_moves,
-    inner, items, M, N, heads, kv_heads, group, batch, shift, caps_pitch, line_0, line_1, scale,
+    inner, items, M, N, heads, kv_heads, group, batch, shift, caps_pitch, line_0, line_1,
+    ends_desc, odd_ptr, odd_pitch, odd_whole, odd_b0, odd_b1, odd_h, scale,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
     A_BUFFERS: gl.constexpr, STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, AHEAD: gl.constexpr, KEEP: gl.constexpr, ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, STORE_DS: gl.constexpr,
-    HAS_KEEP: gl.constexpr, DS_SLOTS: gl.constexpr, REFERENCE_FIRST: gl.constexpr,
+    HAS_KEEP: gl.constexpr, DS_SLOTS: gl.constexpr, REFERENCE_FIRST: gl.constexpr, RAW_STAGES: gl.constexpr,
+    HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk = scale dS^T Q and dv = P^T dO of every key; STORE_DS: also dS, the gradient of a bias of full shape.
 
@@ -357,8 +271,9 @@ def dkdv_kernel(
     """
     launch(
         (k_desc, v_desc), (k_moves, v_moves), (q_desc, dout_desc), (q_moves, dout_moves), bias_desc, bias_moves,
-        (reference_desc, delta_desc), reference_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), ds_desc,
-        ds_moves, (dk_desc, dv_desc), (dk_moves, dv_moves), (inner, items, M, N, heads, group, batch, shift), scale,
-        D_BLOCK, DV_BLOCK, BLOCK_M, ROWS, TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, True,
-        STORE_DS, HAS_KEEP, ORDER, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DS_SLOTS, REFERENCE_FIRST,
+        (reference_desc, delta_desc), reference_desc, (caps_ptr, spans_ptr, caps_pitch, line_0, line_1), ends_desc,
+        (odd_ptr, odd_pitch, odd_whole, odd_b0, odd_b1, odd_h), ds_desc, ds_moves, (dk_desc, dv_desc),
+        (dk_moves, dv_moves), (inner, items, M, N, heads, group, batch, shift), scale, D_BLOCK, DV_BLOCK, BLOCK_M, ROWS,
+        TILES, A_BUFFERS, STAGES, BIAS_STAGES, HAS_BIAS, IS_CAUSAL, AHEAD, KEEP, True, STORE_DS, HAS_KEEP, ORDER,
+        CONSUMER_REGISTERS, PRODUCER_REGISTERS, DS_SLOTS, REFERENCE_FIRST, RAW_STAGES, HELPER_REGISTERS,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from biasflash.backends.hopper import (
 from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
 from biasflash.backends.hopper.config_kinds import BackwardTile, OwnerTile, PairTile, SingleTile
 from biasflash.backends.hopper.key_mask import KeyMask, key_mask, mask_arguments
+from biasflash.backends.hopper.odd_bias import bulk_bias, no_odd_arguments, odd_arguments, odd_bias
 from biasflash.backends.hopper.operands import (
     Box,
     Boxed,
@@ -64,6 +65,8 @@ class HopperBackward(BackwardPlan):
             found.append("a trained bias of one query row; the portable dkdv kernel adds its columns up")
         if self.runs_dkdv and not (self.want["dk"] and self.want["dv"]):
             found.append("dk or dv is not wanted; its kernel computes both")
+        if self.owned and odd_bias(self.ops) is not None:
+            found.append("a trained bias that items share, with rows not in steps of 16 bytes and too large to copy")
         for i in self.owned:  # its kernels take one set of axes to move along for both
             given, grad = ([s != 0 for s in self.ops.views[f"{x}{i}"].strides[:-2]] for x in ("bias", "grad"))
             if given != grad:
@@ -84,22 +87,20 @@ class HopperBackward(BackwardPlan):
         if self._is_wide:
             return True
         kernels = [name for name, runs in (("dkdv", self.runs_dkdv), ("dq", self.runs_dq)) if runs]
-        found = [self._single or self._tile(name) for name in kernels]
-        if self.owned and self._pair is None:
-            return all(found) and self._owner_tile is not None
-        return all(found)
+        has_owner = not self.owned or self._pair is not None or self._owner_tile is not None
+        return has_owner and all(self._single or self._tile(name) for name in kernels)
 
     def _tile(self, kernel: str) -> BackwardTile | None:
         p, ops = self.problem, self.ops
-        is_shared = items_share_bias(ops, 2)
+        is_shared = odd_bias(ops) is None and items_share_bias(ops, 2)
         stores = kernel == "dkdv" and bool(self.stored)
         rows = config_float32.BACKWARD if has_float32_bias(ops) else config.BACKWARD
         return config.backward_tile(kernel, max(p.D, p.Dv), ops.has_dense, is_shared and not stores, stores, rows)
 
     @property
     def _owner_tile(self) -> OwnerTile | None:
-        rows = config_float32.OWNER if has_float32_bias(self.ops) else config.OWNER
-        return config.owner_tile(max(self.problem.D, self.problem.Dv), rows)
+        tables = config_float32 if has_float32_bias(self.ops) else config
+        return config.owner_tile(max(self.problem.D, self.problem.Dv), tables.OWNER)
 
     def _windows(self) -> None:
         return None
@@ -161,12 +162,9 @@ class HopperBackward(BackwardPlan):
         if p.Hq != p.Hkv and p.causal_shift is not None:
             # 2 x 32 over 8 heads of 8k: 6.0 ms in turns; 1 x 16 heads of 16k, as many scores: 5.0 in two kernels
             return None
-        if self.stored:  # score gradients are stored, and read back for dq
-            return None
-        if has_float32_bias(self.ops):  # its tiles leave too few stages
-            return None
-        is_shared = bool(self.owned) or items_share_bias(self.ops, 2)
-        facts = self.ops.has_dense, is_shared, p.causal_shift is not None
+        if self.stored or has_float32_bias(self.ops) or odd_bias(self.ops) is not None:
+            return None  # score gradients are read back for dq; the other biases' tiles leave too few stages
+        facts = self.ops.has_dense, bool(self.owned) or items_share_bias(self.ops, 2), p.causal_shift is not None
         return config.single_tile(max(p.D, p.Dv), p.N, p.batch_size * p.Hkv, *facts)
 
     @cached_property
@@ -193,6 +191,7 @@ class HopperBackward(BackwardPlan):
         """What dq and dkdv take by the same name; ``rows``: queries of one copy of row statistics."""
         return {
             **self._common(boxes, items, rows),
+            **no_odd_arguments(boxes["k"].box),
             "caps_desc": self._caps(tile.block, boxes),
             "ROWS": tile.rows,
             "TILES": tile.tiles,
@@ -225,10 +224,10 @@ class HopperBackward(BackwardPlan):
             "v": boxed(ops, "v", tile.block, wide_v),
             "dq": boxed(ops, "dq", 64, wide),
         }
-        boxes["bias"] = bias_boxed(ops, 64, tile.block) if ops.has_dense else boxes["k"]
+        boxes["bias"] = bulk_bias(ops, 64, tile.block, boxes["k"])
         items = triton.cdiv(p.M, 128) * p.batch_size // tile.rows * p.Hq
         given = self._given(boxes, tile, items, 64) | {"BLOCK_N": tile.block}
-        return record(ops, backward.dq_kernel, given, tile)
+        return record(ops, backward.dq_kernel, given | odd_arguments(ops, "dq"), tile)
 
     def _hopper_dkdv(self) -> DescriptorLaunch:
         p, ops, tile = self.problem, self.ops, self._tile("dkdv")
@@ -242,13 +241,13 @@ class HopperBackward(BackwardPlan):
             "dk": boxed(ops, "dk", 64, wide),
             "dv": boxed(ops, "dv", 64, wide_v),
         }
-        boxes["bias"] = bias_boxed(ops, tile.block, 64) if ops.has_dense else boxes["q"]
+        boxes["bias"] = bulk_bias(ops, tile.block, 64, boxes["q"])
         boxes["ds"] = boxed(ops, f"grad{self.stored[0]}", tile.block, 64) if self.stored else boxes["bias"]
         items = triton.cdiv(p.N, 128) * p.batch_size // tile.rows * p.Hkv
         given = self._given(boxes, tile, items, tile.block)
         given |= {"BLOCK_M": tile.block, "STORE_DS": bool(self.stored), "DS_SLOTS": tile.ds_slots}
         given["REFERENCE_FIRST"] = tile.reference_first and self._mask is None  # beside what hides keys they spill
-        return record(ops, backward.dkdv_kernel, given, tile)
+        return record(ops, backward.dkdv_kernel, given | odd_arguments(ops, "dkdv"), tile)
 
     def _wide(self, kernel: str) -> DescriptorLaunch:
         """dk and dv, or dq, of heads that take their columns in pieces."""

@@ -5,7 +5,8 @@ copies tiles in, another one adds float32 dQ tiles to device memory, always in t
 bit from run to run.
 """
 
-from biasflash.backends.hopper.backward import load_pair, store_rows
+from biasflash.backends.hopper.backward import store_rows
+from biasflash.backends.hopper.backward_copies import load_pair
 from biasflash.backends.hopper.backward_single_step import (
     form,
     line_of,

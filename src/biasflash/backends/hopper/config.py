@@ -214,6 +214,23 @@ def pair_tile(width: int, keys: int) -> PairTile | None:
     return next((tile for tile in PAIR if width <= tile.width and keys <= tile.most_keys), None)
 
 
+def odd_arguments(kernel: str, width: int) -> dict[str, int]:
+    """Of kernels with four warps that put the rows of a bias in order, rows that are not in steps of 16 bytes.
+
+    Stages of bias tiles in order and of raw ones: what fits in 227 KB. Registers: four warpgroups have 512 together.
+    """
+    is_forward = kernel == "forward"
+    stages, raw = (2, 2) if width <= 64 else (1, 1) if is_forward else (2, 1)
+    consumer, producer, helper = (208, 40, 56) if is_forward else (224, 24, 40)
+    return {
+        "BIAS_STAGES": stages,
+        "RAW_STAGES": raw,
+        "CONSUMER_REGISTERS": consumer,
+        "PRODUCER_REGISTERS": producer,
+        "HELPER_REGISTERS": helper,
+    }
+
+
 def padded(width: int) -> int:
     """Columns of a block that holds a head width: 32, 64, 128 or 256; copies fill it up with zeros."""
     return next(w for w in (32, 64, 128, 256) if width <= w)

@@ -13,7 +13,7 @@ from triton import constexpr_function
 
 from biasflash.backends.hopper import pipeline as ring
 from biasflash.backends.hopper.deal import deal, first_lot, following, locate
-from biasflash.backends.hopper.forward_copies import ROWS, copy_tiles
+from biasflash.backends.hopper.forward_copies import ROWS, copy_tiles, order_tiles
 from biasflash.backends.hopper.forward_parts import (
     cut,
     far,
@@ -34,13 +34,14 @@ from biasflash.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from biasflash.backends.hopper.marks import is_whole, line_of
+from biasflash.backends.hopper.odd_rows import odd_slots, raw_slots
 from biasflash.backends.hopper.pieces import NEG_INF, slots, widen
 from biasflash.tile.softmax import LOG2E
 
 NAMES = [
     "D_BLOCK", "DV_BLOCK", "WARPGROUPS", "BLOCK_N", "KV_STAGES", "BIAS_STAGES", "HAS_BIAS", "IS_CAUSAL", "ODD_N",
-    "KEEP_LOW", "FAR", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "IN_TURNS", "BLOCK_M",
-    "SCORES", "OUT", "SUMS", "WIDE_BIAS",
+    "KEEP_LOW", "FAR", "OUT_APART", "PINNED", "ORDER", "HAS_KEEP", "PIECES", "OUT_PIECES", "IN_TURNS", "RAW_STAGES",
+    "BLOCK_M", "SCORES", "OUT", "SUMS", "WIDE_BIAS",
 ]  # fmt: skip
 Form: Any = make_dataclass("Form", NAMES, frozen=True)
 
@@ -275,16 +276,19 @@ def attend(
 
 
 @jit(do_not_specialize=["q_moves", "k_moves", "v_moves", "bias_moves", "out_moves", "inner", "items", "M", "N", "heads",
-                        "group", "batch", "shift", "caps_pitch", "line_0", "line_1"])  # fmt: skip
+                        "group", "batch", "shift", "caps_pitch", "line_0", "line_1", "odd_pitch", "odd_whole", "odd_b0",
+                        "odd_b1", "odd_h"])  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, bias_desc, out_desc, lse_ptr, low_ptr,
     q_moves, k_moves, v_moves, bias_moves, out_moves, inner, items, M, N, heads, group, batch, shift, scale,
     caps_desc, caps_ptr, spans_ptr, caps_pitch, line_0, line_1,
+    ends_desc, odd_ptr, odd_pitch, odd_whole, odd_b0, odd_b1, odd_h,
     D_BLOCK: gl.constexpr, DV_BLOCK: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
     KV_STAGES: gl.constexpr, BIAS_STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     ODD_N: gl.constexpr, KEEP_LOW: gl.constexpr, LOW_RANGE: gl.constexpr, ORDER: gl.constexpr,
     HAS_KEEP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     OUT_APART: gl.constexpr, PINNED: gl.constexpr, PIECES: gl.constexpr, IN_TURNS: gl.constexpr,
+    RAW_STAGES: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q k^T + bias, hidden pairs at -inf) v, with lse ``[batch, heads, M]``.
 
@@ -300,7 +304,7 @@ def forward_kernel(
     WIDE_BIAS: gl.constexpr = HAS_BIAS and bias_desc.dtype == gl.float32
     FORM: gl.constexpr = form(WIDE_BIAS, D_BLOCK, DV_BLOCK, WARPGROUPS, BLOCK_N, KV_STAGES, BIAS_STAGES, HAS_BIAS,
                               IS_CAUSAL, ODD_N, KEEP_LOW, FAR, OUT_APART, PINNED, ORDER, HAS_KEEP, PIECES,
-                              DV_BLOCK // out_desc.block_type.shape[4], IN_TURNS)  # fmt: skip
+                              DV_BLOCK // out_desc.block_type.shape[4], IN_TURNS, RAW_STAGES)  # fmt: skip
     gl.static_assert(FORM.OUT_PIECES <= 2, "the output is halved once")
     IN_PLACE: gl.constexpr = FORM.OUT_PIECES <= PIECES and FORM.OUT_PIECES * D_BLOCK == DV_BLOCK
     gl.static_assert(OUT_APART or IN_PLACE, "the output does not fit in the queries' place")
@@ -319,8 +323,16 @@ def forward_kernel(
     ring.start_ring(k_full, k_empty, KV_STAGES, WARPGROUPS)
     ring.start_ring(v_full, v_empty, KV_STAGES, WARPGROUPS)
     bias_tiles, bias_full, bias_empty = k_tiles, k_full, k_empty
-    if HAS_BIAS:
+    odd_parts = ()
+    if RAW_STAGES > 0:
+        bias_tiles = odd_slots(bias_desc.dtype, BIAS_STAGES * WARPGROUPS, BLOCK_N)
+        raw = raw_slots(bias_desc.dtype, RAW_STAGES * WARPGROUPS, BLOCK_N)
+        raw_bars = (ring.ring_barriers(RAW_STAGES), ring.ring_barriers(RAW_STAGES))
+        ring.start_ring(raw_bars[0], raw_bars[1], RAW_STAGES, 1)
+        odd_parts = (raw, raw_bars, ends_desc, (odd_ptr, odd_pitch, odd_whole, odd_b0, odd_b1, odd_h))
+    elif HAS_BIAS:
         bias_tiles = slots(bias_desc, BIAS_STAGES * WARPGROUPS)
+    if HAS_BIAS:
         bias_full, bias_empty = ring.ring_barriers(BIAS_STAGES), ring.ring_barriers(BIAS_STAGES)
         ring.start_ring(bias_full, bias_empty, BIAS_STAGES, WARPGROUPS)
     turns = k_full
@@ -344,11 +356,19 @@ def forward_kernel(
     descs = (k_desc, v_desc, bias_desc, caps_desc)
     mask = (caps_ptr, spans_ptr, caps_pitch, line_0, line_1)
     moves = (k_moves, v_moves, bias_moves)
-    if WARPGROUPS == 2:
+    if RAW_STAGES > 0:
+        gl.static_assert(WARPGROUPS == 2, "no registers are left for more")
         gl.warp_specialize([
             (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
             (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
-            (copy_tiles, (q_parts, descs, moves, buffers, rings, extent, items, inner, group, mask, FORM)),
+            (copy_tiles, (q_parts, descs, moves, buffers, rings, extent, items, inner, group, mask, odd_parts, FORM)),
+            (order_tiles, (bias_tiles, rings, extent, items, inner, mask, odd_parts, FORM)),
+        ], [4, 1, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, HELPER_REGISTERS])  # fmt: skip
+    elif WARPGROUPS == 2:
+        gl.warp_specialize([
+            (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
+            (copy_tiles, (q_parts, descs, moves, buffers, rings, extent, items, inner, group, mask, odd_parts, FORM)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
@@ -356,5 +376,5 @@ def forward_kernel(
             (attend, (0, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
             (attend, (1, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
             (attend, (2, q_parts, out_parts, row_ptrs, buffers, rings, extent, items, inner, scale, mask, FORM)),
-            (copy_tiles, (q_parts, descs, moves, buffers, rings, extent, items, inner, group, mask, FORM)),
+            (copy_tiles, (q_parts, descs, moves, buffers, rings, extent, items, inner, group, mask, odd_parts, FORM)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

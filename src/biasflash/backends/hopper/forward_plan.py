@@ -9,9 +9,10 @@ import torch
 import triton
 
 from biasflash.backends.hopper import config, config_float32, forward, forward_shared, objections
-from biasflash.backends.hopper.aligned import aligned_bias, bias_boxed
+from biasflash.backends.hopper.aligned import aligned_bias
 from biasflash.backends.hopper.config_kinds import ForwardTile, SharedTile
 from biasflash.backends.hopper.key_mask import key_mask, mask_arguments
+from biasflash.backends.hopper.odd_bias import bulk_bias, no_odd_arguments, odd_arguments, odd_bias
 from biasflash.backends.hopper.operands import (
     DescriptorLaunch,
     arguments_of,
@@ -60,7 +61,7 @@ def forward_recipe(
 def _tile(ops: Operands) -> ForwardTile | SharedTile | None:
     p = ops.problem
     tables = config_float32 if has_float32_bias(ops) else config
-    if p.Dv == p.D:
+    if p.Dv == p.D and odd_bias(ops) is None:
         # causal tiles of 128 keys have no registers left for what hides keys
         in_long_tiles = p.causal_shift is not None and key_mask(ops) is None
         shared = config.shared_tile(p.D, p.dtype == torch.bfloat16, in_long_tiles, tables.SHARED)
@@ -80,7 +81,7 @@ def _launch(ops: Operands, tile: ForwardTile | SharedTile) -> DescriptorLaunch:
         "v": boxed(ops, "v", tile.block_n, wide_v),
         "out": boxed(ops, "out", 64, wide_out),
     }
-    boxes["bias"] = bias_boxed(ops, 64, tile.block_n) if ops.has_dense else boxes["k"]
+    boxes["bias"] = bulk_bias(ops, 64, tile.block_n, boxes["k"])
     mask = key_mask(ops)
     at_once = tile.rows if isinstance(tile, SharedTile) else 1
     items = triton.cdiv(p.M, tile.block_m) * (p.batch_size // at_once) * p.Hq
@@ -88,6 +89,7 @@ def _launch(ops: Operands, tile: ForwardTile | SharedTile) -> DescriptorLaunch:
     given: dict[str, Any] = {
         **common_arguments(ops, groups),
         **mask_arguments(mask),
+        **no_odd_arguments(boxes["k"].box),
         **arguments_of(boxes),
         "caps_desc": mask.caps(tile.block_n) if mask else boxes["k"].box,
         "lse_ptr": Slot("lse"),
@@ -109,4 +111,4 @@ def _launch(ops: Operands, tile: ForwardTile | SharedTile) -> DescriptorLaunch:
         given |= {"WARPGROUPS": groups, "ODD_N": p.N % tile.block_n != 0, "PIECES": pieces}
         given |= {"D_BLOCK": wide, "DV_BLOCK": wide_v, "PINNED": tile.pinned or mask is not None}
         given |= {"OUT_APART": tile.out_apart or wide_out != wide}
-    return record(ops, kernel, given, tile)
+    return record(ops, kernel, given | odd_arguments(ops, "forward"), tile)

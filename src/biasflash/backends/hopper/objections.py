@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from biasflash.backends.hopper.aligned import aligned_bias, may_copy
+from biasflash.backends.hopper.odd_bias import has_room, odd_bias
 from biasflash.backends.hopper.operands import unit_of
 from biasflash.backends.triton.operands import Operands
 from biasflash.problem import Problem, short
@@ -122,8 +123,8 @@ def to_problem(problem: Problem) -> list[str]:
             beside = f"a {short(t.dtype)} bias beside {short(p.dtype)} queries"
             found.append(f"{beside}; its kernels take one of the same dtype or float32")
         unit = unit_of(t.dtype)
-        if p.N % unit and not may_copy(p, t):
-            why = "too large to copy, or shared by too few"
+        if p.N % unit and not may_copy(p, t) and not has_room(p, t):
+            why = "too large to copy, or shared by too few, and there is no room to put its rows in order"
             found.append(f"{p.N} keys; bulk copies of this bias need a multiple of {unit}, and it is {why}")
     if not dense and p.scale <= 0:
         found.append(f"scale {p.scale} without a bias; its kernels take positive ones")
@@ -142,7 +143,7 @@ def to_layout(ops: Operands, by_pointer: Collection[str] = ()) -> list[str]:
     """
     p = ops.problem
     others = {f"bias{i}" for i, t in enumerate(p.terms) if t.kind == "keep"} | set(by_pointer)
-    if aligned_bias(ops) is not None:
+    if aligned_bias(ops) is not None or odd_bias(ops) is not None:
         others.add("bias0")
     copied = {name: view for name, view in ops.views.items() if name not in others}
     found = [

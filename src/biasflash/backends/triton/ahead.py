@@ -27,7 +27,7 @@ from torch import Tensor
 
 from biasflash.backends.triton.forward_plan import RULE, SplitRule
 from biasflash.backends.triton.geometry import stretched
-from biasflash.backends.triton.operands import Facts, Launch
+from biasflash.backends.triton.operands import Facts, Launch, gradient_strides
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem, Term
 
@@ -89,6 +89,11 @@ def at_length(problem: Problem, facts: Facts, length: int) -> tuple[Problem, Fac
     moved = []
     for name, step in zip(names, strides, strict=True):
         own, new = _shape(p, name), _shape(other, name)
+        if name.startswith("grad"):
+            before, after = (gradient_strides(x, x.terms[int(name[4:])]) for x in (p, other))
+            if step == before:
+                moved.append(after)
+                continue
         moved.append(tuple(stretched(step, own, new)) if len(step) == len(own) else step)  # else empty: ``low``, unused
     return other, (names, tuple(moved), aligned)
 

@@ -11,10 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
+from biasflash.backends.backend import bias_pitch
 from biasflash.backends.triton import config, geometry, widths
 from biasflash.backends.triton.config import TileConfig
 from biasflash.backends.triton.geometry import View
-from biasflash.problem import Problem
+from biasflash.problem import Problem, Term
 from biasflash.tile import score
 
 #: a bias plane above this no longer stays in the L2 cache while batch items come by one after the other
@@ -57,6 +58,14 @@ class Layout:
 
     strides: tuple[int, ...]
     aligned: bool
+
+
+def gradient_strides(problem: Problem, term: Term) -> tuple[int, ...]:
+    """Of the gradient of a contiguous term: rows of a full bias's lie ``bias_pitch`` apart."""
+    *outer, columns = term.shape
+    is_full = tuple(outer) == (*problem.batch, problem.Hq, problem.M)
+    row = bias_pitch(columns, term.dtype.itemsize) if is_full else columns
+    return tuple(geometry.plain_strides((*outer, row)))
 
 
 class Slot(str):
@@ -206,6 +215,11 @@ class Operands:
         self.sizes, merged = geometry.merge_batch(problem.batch, strides)
         self.views = {name: geometry.view(s, *facts[name]) for name, s in merged.items()}
         self.term_views = [self.views[f"bias{i}"] for i in range(len(terms))]
+        self._aligned = {name: fact[2] for name, fact in facts.items()}
+
+    def is_aligned(self, name: str) -> bool:
+        """Whether a tensor starts at a multiple of 16 bytes."""
+        return self._aligned[name]
 
     def _extent(self, name: str, first_axis: int) -> int:
         """Elements spanned by the axes from ``first_axis`` on; -2 is one head's plane."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from biasflash.backends.triton import geometry
 from biasflash.backends.triton.backward_plan import backward_recipe
 from biasflash.backends.triton.forward_plan import forward_recipe
-from biasflash.backends.triton.operands import Device, Layout
+from biasflash.backends.triton.operands import Device, Layout, gradient_strides
 from biasflash.backends.triton.recipe import Recipe
 from biasflash.problem import Problem
 
@@ -37,7 +37,7 @@ def contiguous_recipes(
     recipes = {"forward": forward(p, device, rows, terms)}
     rows["dout"] = rows["out"]
     rows |= {f"d{name}": rows[name] for name, want in zip("qkv", p.trainable, strict=True) if want}
-    grads = {i: terms[i] for i, t in enumerate(p.terms) if t.trainable}
+    grads = {i: Layout(gradient_strides(p, t), True) for i, t in enumerate(p.terms) if t.trainable}
     if (any(p.trainable) or grads) and not p.is_empty:
         recipes["backward"] = backward(p, device, rows, terms, grads, False)
     return recipes
