@@ -18,6 +18,7 @@ from biasflash.testing.conformance import run_case
 from property_cases import Call, TermDraw, check
 
 config = pytest.importorskip("biasflash.backends.hopper.config")
+odd_bias = pytest.importorskip("biasflash.backends.hopper.odd_bias")
 launch = pytest.importorskip("biasflash.backends.hopper.launch", reason="only Triton compiles kernels")
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -70,14 +71,18 @@ def hopper_calls(draw: st.DrawFn, dtype: torch.dtype, causal: bool | str) -> Cal
     masks = draw(st.lists(_key_mask(len(batch)), max_size=1))
     N = draw(st.integers(1, 700))
     D = draw(st.sampled_from(WIDTHS))
+    Dv = draw(st.sampled_from((D, D, *WIDTHS)))
+    most = odd_bias.MOST_MASKED_WIDTH if masks else odd_bias.MOST_WIDTH
+    if biases and (biases[0].dtype == torch.float32 or max(D, Dv) > most or draw(st.booleans())):
+        N = max(8, N // 8 * 8)
     return Call(
         batch=batch,
         M=draw(st.integers(1, 700)),
-        N=max(8, N // 8 * 8) if biases and draw(st.booleans()) else N,
+        N=N,
         Hkv=draw(st.integers(1, 2)),
         group=draw(st.integers(1, 2)),
         D=D,
-        Dv=draw(st.sampled_from((D, D, *WIDTHS))),
+        Dv=Dv,
         dtype=dtype,
         layouts=draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 4)),
         terms=(*biases, *masks),
