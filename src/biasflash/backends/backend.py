@@ -40,8 +40,7 @@ class Gradients:
 def bias_pitch(columns: int, itemsize: int) -> int:
     """Elements from row to row of a full bias's gradient on a GPU: rows begin at multiples of 16 bytes.
 
-    That gradient is stored tile by tile. Bulk copies take no other rows, and stores of single elements made a backward
-    pass of 1,001 keys 2.6 times as long as one of 1,000.
+    It is stored tile by tile: by bulk copies, which take no other rows, or by vectors in place of single elements.
     """
     unit = max(1, 16 // itemsize)
     return -(-columns // unit) * unit
