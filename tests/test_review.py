@@ -38,7 +38,7 @@ def test_masks_come_after_biases_whatever_their_order_in_a_list() -> None:
     found = [biasflash.scaled_dot_product_attention(q, q, q, order) for order in ([mask, bias], [bias, mask])]  # type: ignore[arg-type]
     assert torch.equal(found[0], found[1])
     assert not found[0].isnan().any()
-    assert gather_terms([bias], [mask], q.transpose(1, 2), 6)[1] == ["dense", "keep"]
+    assert gather_terms([bias], [mask], q.transpose(1, 2), q.transpose(1, 2))[1] == ["dense", "keep"]
 
 
 def test_every_gpu_is_planned_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ TORCH = Door(
     layout="q,k,v",
     heads_first=True,
     bias="attn_mask",
+    causal="is_causal",
     bool_bias_is_mask=True,
     hint="layout is (*B, heads, length, width); for (*B, length, heads, width) call biasflash.attention",
 )
@@ -72,7 +73,7 @@ def _check(
     if door.heads_first:
         inputs = [t.transpose(-3, -2) for t in inputs]
     q, k, _ = ops.unpack(inputs, door.layout)
-    terms, kinds = problem.gather_terms(bias, mask, q, k.shape[-3], door)
+    terms, kinds = problem.gather_terms(bias, mask, q, k, door)
     alignment, scale = problem.check_causal(causal), problem.check_scale(scale, door.scale)
     return inputs, terms, (",".join(kinds), door.layout, alignment, scale, backend)
 
@@ -237,7 +238,7 @@ def scaled_dot_product_attention(
     top-left, as torch's is. Unlike torch, mask and ``is_causal`` may be combined, and a row that sees nothing is zero.
     """
     if unknown:
-        hints.refuse(scaled_dot_product_attention, hints.OWN | hints.TORCH, unknown)
+        hints.refuse(scaled_dot_product_attention, hints.TORCH, unknown)
     _refuse_unbuilt(dropout_p=dropout_p)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True (top-left) or False, got {type(is_causal).__name__}")
@@ -258,7 +259,7 @@ def flash_attention_fn(
 ) -> Tensor:
     """Historic name, kept for good: ``attention`` with positional arguments; a boolean ``bias`` is a mask."""
     if unknown:
-        hints.refuse(flash_attention_fn, hints.OWN | hints.HISTORIC, unknown)
+        hints.refuse(flash_attention_fn, hints.HISTORIC, unknown)
     out = _call(HISTORIC, [q, k, v], bias, None, causal, sm_scale)
     assert isinstance(out, Tensor)
     return out
@@ -273,7 +274,7 @@ def flash_attention_qkvpacked_fn(
 ) -> Tensor:
     """Historic name, kept for good: ``attention_qkvpacked`` with positional arguments; a boolean ``bias`` is a mask."""
     if unknown:
-        hints.refuse(flash_attention_qkvpacked_fn, hints.OWN | hints.HISTORIC, unknown)
+        hints.refuse(flash_attention_qkvpacked_fn, hints.HISTORIC, unknown)
     out = _call(HISTORIC_QKVPACKED, [qkv], bias, None, causal, sm_scale)
     assert isinstance(out, Tensor)
     return out
@@ -297,6 +298,6 @@ def explain(
     plan.check_backend(backend)
     q, k, v = problem.check_tensors(ATTENTION, q, k, v)
     problem.check_inputs(ATTENTION, (q, k, v))
-    terms, kinds = problem.gather_terms(bias, mask, q, k.shape[-3])
+    terms, kinds = problem.gather_terms(bias, mask, q, k)
     alignment, scale = problem.check_causal(causal), problem.check_scale(scale)
     return plan.explain(problem.build(q, k, v, terms, kinds, alignment, scale), backend)

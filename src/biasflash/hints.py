@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+LAYOUT = "leave it out: q is (*B, length, heads, width) or, in biasflash.scaled_dot_product_attention, heads first"
 PADDED = "not built yet: pad the batch and hide what pads with mask= of shape (B, 1, 1, N), True = may attend"
 
 #: argument -> what to write at the library's own doors
@@ -16,7 +18,7 @@ OWN: dict[str, str] = {
     "attention_mask": "a boolean one (True = may attend) goes to mask=, a float one to bias=",
     "attn_bias": "write bias=",
     "key_padding_mask": "write mask=~key_padding_mask[:, None, None, :] where True hides; here True = may attend",
-    "alibi_slopes": "write bias= of slope times distance, (1, Hq, M, N)",
+    "alibi_slopes": "write bias= of minus slope times distance, (1, Hq, M, N)",
     "enable_gqa": "leave it out: fewer key heads than query heads are grouped",
     "window_size": "not built yet: hide keys outside of the window with mask= of shape (M, N), True = may attend",
     "dropout": "not built yet (dropout_p)",
@@ -27,8 +29,8 @@ OWN: dict[str, str] = {
     "return_attn_probs": "weights are never stored; return_lse=True gives the log-sum-exp",
     "return_softmax_lse": "write return_lse=True",
     "deterministic": "leave it out: it is, always",
-    "layout": "leave it out: tensors are (*B, length, heads, width)",
-    "tensor_layout": "leave it out: tensors are (*B, length, heads, width)",
+    "layout": LAYOUT,
+    "tensor_layout": LAYOUT,
 }
 
 #: at the door of torch's name and the two historic ones
@@ -36,35 +38,54 @@ TORCH: dict[str, str] = {
     "bias": "write attn_mask=, which takes floats that are added, and may require a gradient",
     "mask": "write attn_mask= (a boolean one, True = may attend)",
     "causal": "write is_causal=True (top-left), or call biasflash.attention for bottom-right",
-    "softmax_scale": "write scale=",
+    "attn_bias": "write attn_mask=, which takes floats that are added, and may require a gradient",
+    "attention_mask": "write attn_mask= (a boolean one, True = may attend, or floats that are added)",
+    "key_padding_mask": "write attn_mask=~key_padding_mask[:, None, None, :] where True hides; here True = may attend",
     "return_lse": "call biasflash.attention",
 }
 HISTORIC: dict[str, str] = {
     "scale": "write sm_scale=",
     "softmax_scale": "write sm_scale=",
     "mask": "write bias=, which takes a boolean mask, too",
+    "attn_mask": "write bias=, which takes a boolean mask (True = may attend), too",
+    "attention_mask": "write bias=, which takes a boolean mask (True = may attend), too",
+    "attn_bias": "write bias=",
+    "key_padding_mask": "write bias=~key_padding_mask[:, None, None, :] where True hides; here True = may attend",
     "is_causal": 'write causal="top-left"',
     "return_lse": "call biasflash.attention",
 }
+_WRITTEN = re.compile(r"\b([a-z_]+)=")
 
 
 def refuse(door: Callable[..., Any], words: Mapping[str, str], unknown: Mapping[str, object]) -> NoReturn:
-    """Raises TypeError for the first argument that ``door`` does not take."""
+    """Raises TypeError for the first argument that ``door`` does not take.
+
+    ``words`` are the door's own; what is written at the library's own doors is offered as theirs where this one does
+    not take it.
+    """
     name = next(iter(unknown))
     code = door.__code__
     taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    way = words.get(name, f"it takes {', '.join(taken)}")
+    way = words.get(name) or OWN.get(name) or f"it takes {', '.join(taken)}"
+    if not set(taken).issuperset(_WRITTEN.findall(way)):
+        way = f"at biasflash.attention {way}"
     raise TypeError(f"biasflash.{door.__name__} has no argument {name}: {way}")
 
 
-def of_array(name: str, value: object) -> str:
-    """For an array of another library in place of a tensor."""
-    return f"; write torch.as_tensor({name})" if hasattr(value, "__array__") else ""
+def of_array(name: str, value: object, causal: str = "") -> str:
+    """For an array of another library in place of a tensor, or a flag in place of a mask: ``causal`` is its name."""
+    if causal and isinstance(value, bool):
+        return f"; for causal attention write {causal}=True"
+    return f"; write torch.as_tensor({name})" if hasattr(value, "__array__") and not isinstance(value, type) else ""
 
 
 def of_number(name: str, value: object) -> str:
     """For what can be made a number, but is none of Python's."""
-    return f"; write float({name})" if hasattr(value, "__float__") and not isinstance(value, bool) else ""
+    try:
+        float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return ""
+    return "" if isinstance(value, (bool, str)) else f"; write float({name})"
 
 
 def of_layout(name: str, layout: str) -> str:
@@ -79,11 +100,11 @@ def _fits(shape: Sequence[int], full: Sequence[int]) -> bool:
 
 
 def of_term(
-    name: str, shape: tuple[int, ...], is_mask: bool, full: tuple[int, ...], heads_first: bool, layout: str
+    name: str, shape: tuple[int, ...], is_mask: bool, full: tuple[int, ...], exchanged: Sequence[int], layout: str
 ) -> str:
     """For a bias or mask that does not broadcast to ``full``, (*B, Hq, M, N).
 
-    ``layout``: what to say if it would with heads before lengths, and they are not (``heads_first``).
+    ``exchanged``: ``full`` if heads came before lengths in q and k, empty if they cannot; ``layout``: what to say then.
     """
     *batch, heads, queries, keys = full
     if len(batch) == 1 and shape == (*batch, keys):
@@ -94,7 +115,6 @@ def of_term(
         return f"; heads come before queries and keys: {name}.movedim(-1, -3)"
     if len(batch) == 1 and len(shape) == 3 and _fits(shape, (batch[0] * heads, queries, keys)):
         return f"; batch and heads are two axes: {name}.unflatten(0, ({batch[0]}, {heads}))"
-    exchanged = (*batch, queries, heads)  # the heads and lengths of q; of the keys only their heads are known here
-    if not heads_first and len(shape) >= 3 and shape[-1] not in (1, keys) and _fits(shape[:-1], exchanged):
+    if exchanged and len(shape) >= 3 and _fits(shape, exchanged):
         return f"; it would fit with heads before lengths: {layout}"
     return ""

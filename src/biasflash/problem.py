@@ -41,7 +41,7 @@ class Door:
         axes: argument -> axis legend, in the door's order of arguments.
         layout: how the arguments hold q, k and v, in the operator's words.
         heads_first: heads come before lengths, as torch lays attention out.
-        bias, scale: the arguments that hold biases and the factor on the products.
+        bias, scale, causal: the arguments that hold biases, the factor on the products, and causal attention.
         bool_bias_is_mask: a boolean tensor among the biases is a mask, not a mistake.
         hint: what to try when the number of heads looks like a length.
     """
@@ -51,6 +51,7 @@ class Door:
     heads_first: bool = False
     bias: str = "bias"
     scale: str = "scale"
+    causal: str = "causal"
     bool_bias_is_mask: bool = False
     hint: str = (
         "layout is (*B, length, heads, width); "
@@ -300,17 +301,17 @@ def _check_sizes(door: Door, bound: Bound, grouped: bool) -> None:
     for axis in ("D", "Dv"):
         if axis in bound:
             name, t, width = bound[axis]
+            found = f"{name} of shape {_shape(t)} has axis {axis} = {width}"
             if width < 1:
-                raise ValueError(f"{name} of shape {_shape(t)} has axis {axis} = 0; wanted 1 to {MAX_WIDTH}")
+                raise ValueError(f"{found}; wanted 1 to {MAX_WIDTH}")
             if width > MAX_WIDTH:
-                raise UnsupportedError(
-                    f"{name} of shape {_shape(t)} has axis {axis} = {width}; supported: 1 to {MAX_WIDTH}"
-                )
+                raise UnsupportedError(f"{found}; supported: 1 to {MAX_WIDTH}")
 
 
-def check_term(name: str, term: Tensor, q: Tensor, keys: int, door: Door = ATTENTION) -> None:
+def check_term(name: str, term: Tensor, q: Tensor, k: Tensor, door: Door = ATTENTION) -> None:
     """A bias or mask must broadcast, right-aligned, to ``(*B, Hq, M, N)`` and live on q's device."""
     *batch, queries, heads, _ = q.shape
+    keys, key_heads = k.shape[-3:-1]
     full = (*batch, heads, queries, keys)
     _check_layout(name, term)
     if term.device != q.device:
@@ -324,12 +325,13 @@ def check_term(name: str, term: Tensor, q: Tensor, keys: int, door: Door = ATTEN
         size, wanted = term.shape[i], full[offset + i]
         if size != 1 and size != wanted:  # one by one, as in check_inputs
             axis = [*(f"B[{b}]" for b in range(len(batch))), "Hq", "M", "N"][offset + i]
-            way = hints.of_term(name, _shape(term), term.dtype == torch.bool, full, door.heads_first, door.hint)
+            exchanged = () if door.heads_first or keys < 1 or queries % keys else (*batch, queries, heads, key_heads)
+            way = hints.of_term(name, _shape(term), term.dtype == torch.bool, full, exchanged, door.hint)
             raise ValueError(f"{text}: axis {axis} is {size}, wanted 1 or {wanted}{way}")
 
 
 def gather_terms(
-    bias: object, mask: object, q: Tensor, keys: int, door: Door = ATTENTION
+    bias: object, mask: object, q: Tensor, k: Tensor, door: Door = ATTENTION
 ) -> tuple[list[Tensor], list[str]]:
     """The flat list of score terms and their kinds, checked; ``bias`` and ``mask`` are None, a tensor, or lists."""
     terms: list[Tensor] = []
@@ -343,12 +345,10 @@ def gather_terms(
         for i, value in enumerate(given if isinstance(given, (list, tuple)) else [given]):
             name = f"{argument}[{i}]" if several else argument
             if not isinstance(value, Tensor):
-                found = f"got {type(value).__name__}{hints.of_array(name, value)}"
-                if isinstance(value, bool):
-                    found += "; for causal attention write causal=True"
+                found = f"got {type(value).__name__}{hints.of_array(name, value, door.causal)}"
                 raise TypeError(f"{name} must be a torch.Tensor (or {argument} a list of them), {found}")
             kind_name = _kind_of(name, value, kind, door)
-            check_term(name, value, q, keys, door)
+            check_term(name, value, q, k, door)
             terms.append(value)
             kinds.append(kind_name)
     return masks_last(terms), sorted(kinds, key="keep".__eq__)

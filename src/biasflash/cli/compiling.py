@@ -59,7 +59,7 @@ def problem_of(case: Case, device: torch.device) -> Problem:
         meta(case.term_shape(b.shape), own if b.dtype == "same" else DTYPES[b.dtype], b.trained) for b in case.biases
     ]
     masks = [meta(case.term_shape(m.shape), torch.bool) for m in case.masks]
-    terms, kinds = problems.gather_terms(biases, masks, q, case.N)
+    terms, kinds = problems.gather_terms(biases, masks, q, k)
     found = problems.build(q, k, v, terms, kinds, problems.check_causal(case.causal), case.scale)
     return dataclasses.replace(found, device=device)
 

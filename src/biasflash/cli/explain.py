@@ -83,7 +83,7 @@ def explain(
     try:
         plan.check_backend(backend)
         problem.check_inputs(problem.ATTENTION, (query, key, value))
-        terms, kinds = problem.gather_terms(biases, masks, query, key.shape[-3])
+        terms, kinds = problem.gather_terms(biases, masks, query, key)
         alignment = problem.check_causal(_causal(causal))
         facts = problem.build(query, key, value, terms, kinds, alignment, problem.check_scale(scale))
         facts = dataclasses.replace(facts, device=place)

@@ -135,7 +135,7 @@ _ROWS: list[Case] = [
     _long("rows-full-80", "the same, a width between", M=200, N=203, D=80, biases=_FULL, return_lse=True),
     _long("rows-full-twos", "rows of an even length", M=270, N=302, biases=_FULL),
     _long("rows-full-fours", "rows in steps of 8 bytes", M=270, N=300, D=128, biases=_FULL),
-    _long("rows-full-fixed-64", "fixed", M=333, N=301, biases=_FIXED),
+    _long("rows-full-fixed-64", "a fixed one for each item", M=333, N=301, biases=_FIXED),
     _long("rows-full-fixed-32", "fixed, narrow", M=257, N=257, D=32, biases=_FIXED),
     _long("rows-full-fixed-128", "fixed, wide", M=301, N=333, D=128, biases=_FIXED),
     _long("rows-full-causal", "more queries than keys", M=700, N=265, causal=True, biases=_FULL),

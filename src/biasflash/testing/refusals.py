@@ -76,6 +76,24 @@ _NAMES = [
         "attn_mask=",
     ),
     refuse(
+        "torch's door, a flag as a mask",
+        TypeError,
+        lambda: biasflash.scaled_dot_product_attention(*(t(2, 4, 8, 16),) * 3, True),  # type: ignore[arg-type]
+        "write is_causal=True",
+    ),
+    refuse(
+        "torch's door, what it cannot give",
+        TypeError,
+        lambda: biasflash.scaled_dot_product_attention(*(t(2, 4, 8, 16),) * 3, return_softmax_lse=True),  # type: ignore[arg-type]
+        "at biasflash.attention write return_lse=True",
+    ),
+    refuse(
+        "historic door, a mask of torch's name",
+        TypeError,
+        lambda: biasflash.flash_attention_fn(t(*Q), t(*K), t(*V), attn_mask=t(8, 6)),  # type: ignore[arg-type]
+        "flash_attention_fn has no argument attn_mask: write bias=",
+    ),
+    refuse(
         "historic door, scale",
         TypeError,
         lambda: biasflash.flash_attention_fn(t(*Q), t(*K), t(*V), scale=0.1),  # type: ignore[arg-type]
