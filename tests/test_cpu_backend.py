@@ -493,12 +493,18 @@ def test_same_bits_again(dtype: torch.dtype, block_size: int) -> None:
 # ------------------------------------------------------------------------------------------------- hostile numbers
 
 
-def test_rows_that_see_nothing_contribute_nothing_whatever_they_hold(block_size: int) -> None:
+@pytest.mark.parametrize("hidden_by", ["mask", "bias", "biases"])
+def test_rows_that_see_nothing_contribute_nothing_whatever_they_hold(hidden_by: str, block_size: int) -> None:
     x = make(Case(name="empty", biases=((2, 4, 13, 13),), dlse=True), F32)
     mask = torch.rand(2, 1, 13, 13) < 0.7
     mask[:, :, 3], mask[1, :, 9] = False, False
     empty = ~mask.any(-1)[:, 0]  # B M
-    x.masks = [mask]
+    if hidden_by == "mask":
+        x.masks = [mask]
+    elif hidden_by == "bias":
+        x.biases = [x.biases[0].detach().masked_fill(~mask, -INF).requires_grad_()]
+    else:
+        x.biases.append(torch.zeros(mask.shape).masked_fill(~mask, -INF).requires_grad_())
     assert x.dlse is not None
     want = ours(x)
     assert torch.count_nonzero(want["out"][empty]) == 0
@@ -560,6 +566,17 @@ def test_two_lowest_biases_add_up_without_hiding(other: float, block_size: int) 
     x.biases = [first.requires_grad_(), second.requires_grad_()]
     seen = x.v if other == LOWEST else x.v[:, :6]
     assert torch.allclose(ours(x)["out"][:, 2], seen.mean(1), rtol=1e-5, atol=1e-6)
+
+
+def test_nan_in_a_row_leaves_low_biases_of_others_alone(block_size: int) -> None:
+    x = make(Case(name="beside"), F32)
+    x.biases = [torch.full((13, 13), LOWEST, requires_grad=True) for _ in range(2)]
+    with torch.no_grad():
+        x.q[:, 4] = math.nan
+    out = ours(x)["out"]
+    assert bool(out[:, 4].isnan().all())
+    out[:, 4] = x.v.detach().mean(1)
+    assert torch.allclose(out, x.v.mean(1, keepdim=True).expand_as(out), rtol=1e-5, atol=1e-6)
 
 
 def test_a_low_float64_bias_hides_nothing_from_float32() -> None:
@@ -634,6 +651,34 @@ def test_visible_nan_propagates(name: str, block_size: int) -> None:
     assert any(bool(t.isnan().any()) for t in true.values())
     for key, t in got.items():
         assert torch.equal(t.isnan(), true[key].isnan()), key
+
+
+@pytest.mark.parametrize("biases", [1, 2])
+def test_nan_at_a_pair_that_a_bias_hides(biases: int, block_size: int) -> None:
+    """A key of NaN that one query sees is selected away from the others, in both passes."""
+    x = make(Case(name="pair", biases=((2, 4, 13, 13),) * biases), F32)
+    hidden = torch.zeros(13, 13, dtype=torch.bool)
+    hidden[:, 5] = torch.arange(13) != 2
+    x.biases[0] = x.biases[0].detach().masked_fill(hidden, -INF).requires_grad_()
+    with torch.no_grad():
+        x.k[:, 5] = math.nan
+    got, true = ours(x), plain(x, F64)
+    for name in ("out", "lse", "bias[0]"):
+        nan = true[name].isnan()
+        assert 0 < nan.sum() < nan.numel()
+        assert torch.equal(got[name].isnan(), nan), name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_differences_past_the_end_of_float32(causal: bool, block_size: int) -> None:
+    """Values of 3e38 and -3e38: every gradient is finite, but dout v^T - delta is not, at hidden pairs too."""
+    x = make(Case(name="ends", Dv=1, biases=((2, 4, 13, 13),), causal=causal), F32)
+    with torch.no_grad():
+        x.q.mul_(1e-3)
+        x.k.mul_(1e-3)
+        x.v.copy_(torch.where(torch.arange(13) % 2 == 0, 3e38, -3e38)[:, None, None])
+    x.dout = torch.ones_like(x.dout)
+    assert_within_budget(ours(x), x)
 
 
 def test_hidden_pairs_have_no_gradient_where_dp_is_not_finite(block_size: int) -> None:
@@ -725,3 +770,35 @@ def test_gradients_that_cancel_are_nothing() -> None:
         dq, dk, dv = torch.autograd.grad(out, leaves, torch.randn(out.shape))
         assert max(dq.abs().max(), dk.abs().max()) < 1e-4
         assert dv.isfinite().all()
+
+
+def test_a_product_that_is_finite_stays_so_beside_a_large_delta() -> None:
+    """Products start from minus delta: 1.5e38 from -2e38 would be past the end of float32."""
+    q, k, v = torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1), torch.tensor([1.5e38, -2e38]).view(1, 2, 1, 1)
+    leaves = [t.requires_grad_() for t in (q, k, v, torch.zeros(1, 1, 2, 2))]
+    for causal in (True, False):
+        out = biasflash.attention(*leaves, causal=causal, backend="cpu")
+        for got in torch.autograd.grad(out, leaves, torch.tensor([1.0, 0.0]).view(1, 2, 1, 1)):
+            assert got.isfinite().all(), (causal, got)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("low", [-math.inf, torch.finfo(torch.float32).min])
+def test_nan_in_one_query_is_that_querys_alone(count: int, low: float) -> None:
+    """A query that sees nothing is 0, whatever is stored in it; NaN keeps no other query from its mean of values."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 1, 2), torch.randn(1, 3, 1, 2)
+    q[0, 0] = math.nan
+    bias = torch.full((2, 3), low)
+    if low == -math.inf:
+        bias[1] = 0.0
+    q.requires_grad_()
+    out = biasflash.attention(q, k, k, [bias] * count, backend="cpu")
+    (dq,) = torch.autograd.grad(out[0, 1].sum() if low > -math.inf else out.sum(), q)
+    other = q.detach().nan_to_num()
+    expected = biasflash.attention(other, k, k, [bias] * count, backend="reference")
+    assert torch.allclose(out[0, 1], expected[0, 1])
+    assert dq[0, 1].isfinite().all()
+    if low == -math.inf:
+        assert (out[0, 0] == 0.0).all()
+        assert (dq[0, 0] == 0.0).all()

@@ -54,6 +54,35 @@ def test_what_a_door_says_to_write_is_an_argument_of_it(door: str) -> None:
         assert not (way.startswith(OTHER) and taken <= own), "it takes all of that itself"
 
 
+@pytest.mark.parametrize(
+    ("door", "name", "way"),
+    [
+        ("attention", "attn_bias", "write bias="),
+        ("attention_qkvpacked", "return_softmax_lse", "write return_lse=True"),
+        ("attention_kvpacked", "dropout_p", "it takes q, kv, bias, mask, causal, scale, return_lse, backend"),
+        ("explain", "return_softmax_lse", "at biasflash.attention write return_lse=True"),
+        ("explain", "return_lse", "it takes q, k, v, bias, mask, causal, scale, backend"),
+        ("scaled_dot_product_attention", "sm_scale", "write scale="),
+        (
+            "scaled_dot_product_attention",
+            "attention_mask",
+            "write attn_mask= (a boolean one, True = may attend, or floats that are added)",
+        ),
+        (
+            "scaled_dot_product_attention",
+            "alibi_slopes",
+            "at biasflash.attention write bias= of minus slope times distance, (1, Hq, M, N)",
+        ),
+        ("flash_attention_fn", "attn_bias", "write bias="),
+        ("flash_attention_fn", "attn_mask", "write bias=, which takes a boolean mask (True = may attend), too"),
+        ("flash_attention_qkvpacked_fn", "softmax_scale", "write sm_scale="),
+        ("flash_attention_qkvpacked_fn", "return_softmax_lse", "at biasflash.attention write return_lse=True"),
+    ],
+)
+def test_what_a_door_says_word_by_word(door: str, name: str, way: str) -> None:
+    assert told(door, name) == way
+
+
 def test_no_door_has_words_for_an_argument_that_it_takes() -> None:
     for door, words in WORDS.items():
         spare = words.keys() & arguments_of(getattr(biasflash, door))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -52,7 +52,7 @@ def terms_for(N: int, dtype: torch.dtype, L: int = 5, heads: int = 2) -> tuple[l
 def test_forward_operator_passes_opcheck(layout: str, dtype: torch.dtype) -> None:
     terms, kinds = terms_for(keys_of(layout), dtype)
     arguments = (operands(layout, dtype), terms, kinds, layout, "bottom-right", 0.3, None)
-    torch.library.opcheck(torch.ops.biasflash.forward.default, arguments)
+    library.opcheck(torch.ops.biasflash.forward.default, arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -73,7 +73,7 @@ def test_backward_operator_passes_opcheck(layout: str, dtype: torch.dtype) -> No
             low,
             [*wanted, True, False, False, False],
         )
-        torch.library.opcheck(torch.ops.biasflash.backward.default, arguments)
+        library.opcheck(torch.ops.biasflash.backward.default, arguments)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import forward_ad
 
 from biasflash import problem as problems
@@ -23,7 +23,7 @@ from biasflash.problem import Problem, UnsupportedError
 _SHARED = "Tensor[] inputs, Tensor[] terms, str kinds, str layout, str causal, float? scale, str? backend"
 _OUTPUT = "Tensor out, Tensor lse, Tensor lse_low"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_lib: Any = torch.library.Library("biasflash", "DEF")  # type: ignore[no-untyped-call]
+_lib: Any = library.Library("biasflash", "DEF")  # type: ignore[no-untyped-call]
 _lib.define(f"forward({_SHARED}) -> ({_OUTPUT})", tags=_TAGS)
 _lib.define(f"backward(Tensor? dout, Tensor? dlse, {_SHARED}, {_OUTPUT}, bool[] wanted) -> Tensor[]", tags=_TAGS)
 
@@ -249,7 +249,7 @@ def _backward_fake(
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
-# Written as autograd functions of a flat list of tensors: torch.library.register_autograd walks lists of tensors
+# Written as autograd functions of a flat list of tensors: torch's own register_autograd walks lists of tensors
 # through pytree, which costs more host time than everything else in a call together.
 
 
@@ -338,7 +338,7 @@ for _name, _run, _fake, _autograd in (
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     _lib.impl(_name, _autograd, "Autograd")
-    torch.library.register_fake(f"biasflash::{_name}", _fake, lib=_lib)
+    library.register_fake(f"biasflash::{_name}", _fake, lib=_lib)
 
 
 # --------------------------------------------------------------------------------------------------------- ways to call

@@ -84,7 +84,9 @@ class _Rows:
         near = None
         if out is not None:
             near = (grad * call.flat(out, index)).sum(-1, keepdim=True)
-            near.masked_fill_(~near.isfinite(), 0.0)  # any value serves
+            # Any value serves; up to half a step of the largest number (1e31) it takes no finite product past the end.
+            info = torch.finfo(near.dtype)
+            near = torch.where(near.abs() <= info.max * info.eps / 4, near, 0.0)
         return _Rows(q=q, dout=grad, anchor=anchor, factor=factor, near=near, dlse=slope)
 
 

@@ -105,10 +105,12 @@ class Call:
         biases = [part(t, index) for t in self.biases]
         for bias in biases:
             view.add_(bias.to(self.dtype) if bias.dtype.itemsize < self.dtype.itemsize else bias)
-        if self.may_overflow and bool(view.amin() == HIDDEN):
-            view.clamp_(min=torch.finfo(self.dtype).min)  # a finite bias, however low, never hides a key
+        least = float(view.amin()) if biases else 0.0
+        if math.isnan(least) or (self.may_overflow and least == HIDDEN):
+            if self.may_overflow:
+                view.clamp_(min=torch.finfo(self.dtype).min)  # a finite bias, however low, never hides a key
             for bias in biases:
-                view.masked_fill_(bias == HIDDEN, HIDDEN)
+                view.masked_fill_(bias == HIDDEN, HIDDEN)  # NaN + -inf is NaN
         for mask in self.masks:
             view.masked_fill_(~part(mask, index), HIDDEN)
         shift = self.problem.causal_shift
