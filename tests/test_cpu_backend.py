@@ -678,7 +678,9 @@ def test_differences_past_the_end_of_float32(causal: bool, block_size: int) -> N
         x.k.mul_(1e-3)
         x.v.copy_(torch.where(torch.arange(13) % 2 == 0, 2e37, -2e37)[:, None, None])
     x.dout = torch.full_like(x.dout, 15.0)
-    assert_within_budget(ours(x), x)
+    got, true, sizes = ours(x), plain(x, F64), magnitudes(x)
+    for name in x.trained():  # by sizes: plain torch in float32 gives NaN here
+        assert bool(((got[name] - true[name]).abs() <= 1e-6 * sizes[name]).all()), name
 
 
 def test_hidden_pairs_have_no_gradient_where_dp_is_not_finite(block_size: int) -> None:

@@ -733,6 +733,18 @@ def test_a_large_bias_in_odd_rows_is_read_in_lines_of_eight() -> None:
     assert own(recipes["backward"], "dkdv").arguments["ds_desc"].strides[-2:] == (1008, 1)  # rows in steps of 16 bytes
 
 
+@pytest.mark.parametrize(("pitch", "lines"), [(1001, 333), (1002, 332), (1337, 332)])
+def test_lines_of_eight_rows_end_before_the_bias_does(pitch: int, lines: int) -> None:
+    p = problem(batch=(1,), M=333, N=1001, biases=FULL)
+    bias = Layout((8 * 333 * pitch, 333 * pitch, pitch, 1), True)
+    rows, terms = layouts(p, bias0=bias)
+    recipe, reasons = forward_recipe(p, H200, rows, terms)
+    assert not reasons
+    has = own(recipe, "forward").arguments
+    assert (has["bias_desc"].shape[0], has["odd_whole"]) == (lines, 8 * lines)
+    assert 8 * lines * pitch <= (8 * 333 - 1) * pitch + p.N
+
+
 def test_a_shared_bias_in_odd_rows_too_large_to_copy_is_trained_by_portable_kernels() -> None:
     recipes, told = planned(problem(batch=(4,), M=2049, Hq=16, biases=SHARED))
     assert told["forward"] == []

@@ -22,20 +22,19 @@ MOST_MASKED_WIDTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class OddBias:
-    """``rows`` of all planes, ``pitch`` elements from each other.
+    """Rows of all planes, ``pitch`` elements from each other, in ``lines`` that end before the last element does.
 
     ``steps``: rows from a plane to the next along b0, b1 and head; 0 where the bias does not vary.
     """
 
     dtype: torch.dtype
     pitch: int
-    rows: int
+    lines: int
     steps: tuple[int, int, int]
 
     def _box(self, columns: int) -> Box:
         line = LINE * self.pitch
-        shape = self.rows // LINE, line
-        return Box(slot="bias0", dtype=self.dtype, shape=shape, strides=(line, 1), block=(LINE, columns))
+        return Box(slot="bias0", dtype=self.dtype, shape=(self.lines, line), strides=(line, 1), block=(LINE, columns))
 
     def arguments(self, kernel: str, width: int) -> dict[str, Any]:
         """Over the other arguments of a launch; ``width``: the larger of D and Dv."""
@@ -45,7 +44,7 @@ class OddBias:
             "ends_desc": self._box(int(odd_rows.VECTOR.value)),
             "odd_ptr": Slot("bias0"),
             "odd_pitch": self.pitch,
-            "odd_whole": self.rows // LINE * LINE,
+            "odd_whole": LINE * self.lines,
             **dict(zip(("odd_b0", "odd_b1", "odd_h"), self.steps, strict=True)),
         }
 
@@ -73,9 +72,10 @@ def odd_bias(ops: Operands) -> OddBias | None:
         return None
     steps = tuple(step // pitch for step in outer)
     rows = p.M + sum((n - 1) * step for n, step in zip((*batch_of(ops), p.Hq), steps, strict=True) if step)
-    if rows < LINE or max(rows, LINE * pitch) + 64 >= 2**31:  # coordinates are 32 bits wide
+    lines = ((rows - 1) * pitch + p.N) // (LINE * pitch)  # behind a slice's last row there may be no memory
+    if lines < 1 or max(rows, LINE * pitch) + 64 >= 2**31:  # coordinates are 32 bits wide
         return None
-    return OddBias(dtype=dtype, pitch=pitch, rows=rows, steps=(steps[0], steps[1], steps[2]))
+    return OddBias(dtype=dtype, pitch=pitch, lines=lines, steps=(steps[0], steps[1], steps[2]))
 
 
 def odd_arguments(ops: Operands, kernel: str) -> dict[str, Any]:
