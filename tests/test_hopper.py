@@ -728,6 +728,7 @@ def test_a_large_bias_in_odd_rows_is_read_in_lines_of_eight() -> None:
         has = launched.arguments
         rows = 3 * 8 * 333  # in lines of eight: all of them, in no line a part
         assert has["RAW_STAGES"] > 0
+        assert "bias in lines of eight rows" in str(launched)
         assert (has["odd_pitch"], has["odd_whole"], has["odd_b1"], has["odd_h"]) == (1001, rows, 8 * 333, 333)
         assert (has["bias_desc"].shape, has["bias_desc"].strides) == ((rows // 8, 8008), (8008, 1))
     assert own(recipes["backward"], "dkdv").arguments["ds_desc"].strides[-2:] == (1008, 1)  # rows in steps of 16 bytes

@@ -316,6 +316,6 @@ def record(ops: Operands, kernel: Any, given: Mapping[str, Any], tile: Tile) -> 
         arguments={name: given[name] for name in kernel.arg_names},
         warps=4,
         stages=1,
-        what=str(tile),
+        what=f"{tile}{', bias in lines of eight rows' if given.get('RAW_STAGES') else ''}",
         why=tile.why,
     )
