@@ -71,7 +71,7 @@ def test_what_a_door_says_to_write_is_an_argument_of_it(door: str) -> None:
         (
             "scaled_dot_product_attention",
             "alibi_slopes",
-            "at biasflash.attention write bias= of minus slope times distance, (1, Hq, M, N)",
+            "write attn_mask= of minus slope times distance, (1, Hq, M, N)",
         ),
         ("flash_attention_fn", "attn_bias", "write bias="),
         ("flash_attention_fn", "attn_mask", "write bias=, which takes a boolean mask (True = may attend), too"),

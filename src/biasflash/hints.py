@@ -6,8 +6,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-LAYOUT = "leave it out: q is (*B, length, heads, width) or, in biasflash.scaled_dot_product_attention, heads first"
-PADDED = "not built yet: pad the batch and hide what pads with mask= of shape (B, 1, 1, N), True = may attend"
+LAYOUT = "leave it out: lengths come before heads, in biasflash.scaled_dot_product_attention behind them"
+
+
+def _of_masks(mask: str) -> dict[str, str]:
+    """For what hides keys, at doors that take masks as ``mask``."""
+    padded = f"not built yet: pad the batch and hide what pads with {mask}= of shape (B, 1, 1, N), True = may attend"
+    return {
+        "key_padding_mask": f"write {mask}=~key_padding_mask[:, None, None, :] if True hides; here True = may attend",
+        "window_size": f"not built yet: hide keys outside the window with {mask}= of shape (M, N), True = may attend",
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), padded),
+    }
+
 
 #: argument -> what to write at the library's own doors
 OWN: dict[str, str] = {
@@ -17,15 +27,10 @@ OWN: dict[str, str] = {
     "attn_mask": "a boolean one (True = may attend) goes to mask=, a float one to bias=",
     "attention_mask": "a boolean one (True = may attend) goes to mask=, a float one to bias=",
     "attn_bias": "write bias=",
-    "key_padding_mask": "write mask=~key_padding_mask[:, None, None, :] where True hides; here True = may attend",
+    **_of_masks("mask"),
     "alibi_slopes": "write bias= of minus slope times distance, (1, Hq, M, N)",
     "enable_gqa": "leave it out: fewer key heads than query heads are grouped",
-    "window_size": "not built yet: hide keys outside of the window with mask= of shape (M, N), True = may attend",
-    "dropout": "not built yet (dropout_p)",
-    "cu_seqlens_q": PADDED,
-    "cu_seqlens_k": PADDED,
-    "max_seqlen_q": PADDED,
-    "max_seqlen_k": PADDED,
+    "dropout": "not built yet",
     "return_attn_probs": "weights are never stored; return_lse=True gives the log-sum-exp",
     "return_softmax_lse": "write return_lse=True",
     "deterministic": "leave it out: it is, always",
@@ -40,7 +45,8 @@ TORCH: dict[str, str] = {
     "causal": "write is_causal=True (top-left), or call biasflash.attention for bottom-right",
     "attn_bias": "write attn_mask=, which takes floats that are added, and may require a gradient",
     "attention_mask": "write attn_mask= (a boolean one, True = may attend, or floats that are added)",
-    "key_padding_mask": "write attn_mask=~key_padding_mask[:, None, None, :] where True hides; here True = may attend",
+    "alibi_slopes": "write attn_mask= of minus slope times distance, (1, Hq, M, N)",
+    **_of_masks("attn_mask"),
     "return_lse": "call biasflash.attention",
 }
 HISTORIC: dict[str, str] = {
@@ -50,7 +56,7 @@ HISTORIC: dict[str, str] = {
     "attn_mask": "write bias=, which takes a boolean mask (True = may attend), too",
     "attention_mask": "write bias=, which takes a boolean mask (True = may attend), too",
     "attn_bias": "write bias=",
-    "key_padding_mask": "write bias=~key_padding_mask[:, None, None, :] where True hides; here True = may attend",
+    **_of_masks("bias"),
     "is_causal": 'write causal="top-left"',
     "return_lse": "call biasflash.attention",
 }
