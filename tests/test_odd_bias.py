@@ -20,7 +20,7 @@ from test_hopper import H200, layouts, problem
 
 @st.composite
 def biases(draw: st.DrawFn) -> tuple[tuple[int, int], Tensor]:
-    """Two batch axes, and a bias that varies along some axes, a slice of a wider, longer or padded array or all of it."""
+    """Two batch axes, and a bias that varies along some axes: a slice of a wider, longer array or all of it."""
     batch = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     M, N = draw(st.integers(9, 40)), draw(st.integers(9, 40))
     outer = [size if draw(st.booleans()) else 1 for size in (*batch, 8)]
