@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 import biasflash
-from biasflash import backends
+from biasflash import backends, ops
 from biasflash.backends.backend import Gradients
 from biasflash.problem import Problem
 
@@ -359,3 +359,16 @@ def test_vmap_is_refused_by_torch_with_the_operators_name() -> None:
     q, k, v, bias = (t.detach()[None].expand(3, *t.shape) for t in small())
     with pytest.raises(RuntimeError, match="Batching rule not implemented for biasflash::forward"):
         torch.vmap(biasflash.attention)(q, k, v, bias)
+
+
+def test_rows_of_a_full_biass_gradient_begin_at_16_bytes_on_a_gpu() -> None:
+    full, shared = torch.zeros(2, 4, 7, 13), torch.zeros(4, 7, 13)
+    for dtype, pitch in ((torch.bfloat16, 16), (torch.float32, 16), (torch.float64, 14)):
+        found = ops.bias_buffer(full.to(dtype), 2 * 4 * 7)
+        assert found.shape == full.shape
+        assert found.stride() == (4 * 7 * pitch, 7 * pitch, pitch, 1)
+        assert found.dtype == dtype
+    assert ops.bias_buffer(shared, 2 * 4 * 7).is_contiguous()
+    assert ops.bias_buffer(full, -1).is_contiguous()  # on a CPU
+    assert ops.bias_buffer(full[..., :8], 2 * 4 * 7).is_contiguous()
+    assert ops.bias_buffer(full.mT, 2 * 4 * 13).stride() == full.mT.stride()

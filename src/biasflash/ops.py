@@ -200,13 +200,15 @@ def gradient_buffers(
     """
     count = len(inputs)
     rows = [torch.empty_like(t) if want else None for t, want in zip(inputs, wanted[:count], strict=True)]
-    return [*rows, *(_bias_buffer(t, lse) if want else None for t, want in zip(terms, wanted[count:], strict=True))]
+    full = lse.numel() if lse.is_cuda else -1
+    return [*rows, *(bias_buffer(t, full) if want else None for t, want in zip(terms, wanted[count:], strict=True))]
 
 
-def _bias_buffer(t: Tensor, lse: Tensor) -> Tensor:
+def bias_buffer(t: Tensor, full: int) -> Tensor:
+    """Where a bias's gradient is written; rows are ``bias_pitch`` apart where it has ``full`` of them."""
     columns = t.shape[-1]
     pitch = bias_pitch(columns, t.itemsize)
-    if pitch == columns or not t.is_cuda or t.stride(-1) != 1 or t.numel() != lse.numel() * columns:
+    if pitch == columns or t.stride(-1) != 1 or t.numel() != full * columns:
         return torch.empty_like(t)
     return t.new_empty((*t.shape[:-1], pitch))[..., :columns]
 
