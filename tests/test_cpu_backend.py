@@ -772,35 +772,3 @@ def test_gradients_that_cancel_are_nothing() -> None:
         dq, dk, dv = torch.autograd.grad(out, leaves, torch.randn(out.shape))
         assert max(dq.abs().max(), dk.abs().max()) < 1e-4
         assert dv.isfinite().all()
-
-
-def test_a_product_that_is_finite_stays_so_beside_a_large_delta() -> None:
-    """Products start from minus delta: 1.5e38 from -2e38 would be past the end of float32."""
-    q, k, v = torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1), torch.tensor([1.5e38, -2e38]).view(1, 2, 1, 1)
-    leaves = [t.requires_grad_() for t in (q, k, v, torch.zeros(1, 1, 2, 2))]
-    for causal in (True, False):
-        out = biasflash.attention(*leaves, causal=causal, backend="cpu")
-        for got in torch.autograd.grad(out, leaves, torch.tensor([1.0, 0.0]).view(1, 2, 1, 1)):
-            assert got.isfinite().all(), (causal, got)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("low", [-math.inf, torch.finfo(torch.float32).min])
-def test_nan_in_one_query_is_that_querys_alone(count: int, low: float) -> None:
-    """A query that sees nothing is 0, whatever is stored in it; NaN keeps no other query from its mean of values."""
-    torch.manual_seed(0)
-    q, k = torch.randn(1, 2, 1, 2), torch.randn(1, 3, 1, 2)
-    q[0, 0] = math.nan
-    bias = torch.full((2, 3), low)
-    if low == -math.inf:
-        bias[1] = 0.0
-    q.requires_grad_()
-    out = biasflash.attention(q, k, k, [bias] * count, backend="cpu")
-    (dq,) = torch.autograd.grad(out[0, 1].sum() if low > -math.inf else out.sum(), q)
-    other = q.detach().nan_to_num()
-    expected = biasflash.attention(other, k, k, [bias] * count, backend="reference")
-    assert torch.allclose(out[0, 1], expected[0, 1])
-    assert dq[0, 1].isfinite().all()
-    if low == -math.inf:
-        assert (out[0, 0] == 0.0).all()
-        assert (dq[0, 0] == 0.0).all()

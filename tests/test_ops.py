@@ -372,3 +372,5 @@ def test_rows_of_a_full_biass_gradient_begin_at_16_bytes_on_a_gpu() -> None:
     assert ops.bias_buffer(full, -1).is_contiguous()  # on a CPU
     assert ops.bias_buffer(full[..., :8], 2 * 4 * 7).is_contiguous()
     assert ops.bias_buffer(full.mT, 2 * 4 * 13).stride() == full.mT.stride()
+    assert ops.bias_buffer(torch.zeros(()), 1).shape == ()
+    assert ops.bias_buffer(torch.zeros(13), 1).shape == (13,)

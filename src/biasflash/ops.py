@@ -206,11 +206,10 @@ def gradient_buffers(
 
 def bias_buffer(t: Tensor, full: int) -> Tensor:
     """Where a bias's gradient is written; rows are ``bias_pitch`` apart where it has ``full`` of them."""
-    columns = t.shape[-1]
-    pitch = bias_pitch(columns, t.itemsize)
-    if pitch == columns or t.stride(-1) != 1 or t.numel() != full * columns:
+    if t.dim() < 2 or t.stride(-1) != 1 or t.numel() != full * t.shape[-1]:
         return torch.empty_like(t)
-    return t.new_empty((*t.shape[:-1], pitch))[..., :columns]
+    *outer, columns = t.shape
+    return t.new_empty((*outer, bias_pitch(columns, t.itemsize)))[..., :columns]
 
 
 def _backward(
