@@ -149,11 +149,8 @@ ASKED = [
         Asked(f"fixed bias d{D}, odd rows", problem(N=1001, D=D, biases=FULL, bias_trained=False), ("dq", "dkdv"))
         for D in (32, 64, 128)
     ),
-    *(
-        Asked(f"full bias d{D}, odd rows, a mask",
-              problem(N=1001, D=D, dtype=F16, biases=FULL, masks=KEYS, bias_trained=False), ("forward", "dkdv", "dq"))
-        for D in (32, 64)
-    ),
+    Asked("full bias d64, odd rows, a mask",
+          problem(N=1001, dtype=F16, biases=FULL, masks=KEYS, bias_trained=False), ("forward", "dkdv", "dq")),
     Asked("plain d128", problem(D=128), ("dqkv",)),
     Asked("causal d128", problem(D=128, causal=True), ("dqkv",)),
     Asked("causal grouped d128", problem(D=128, causal=True, Hkv=2), ("forward",)),
