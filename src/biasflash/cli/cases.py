@@ -33,7 +33,7 @@ def terms(case: Case) -> str:
 def table(tags: str, chosen: Sequence[Case]) -> Table:
     """The cases of the same tags: two columns, so that a narrow terminal shows them, too."""
     found = Table(
-        title=f"{tags}: {len(chosen)} cases; *B x M x Hq x D in brackets",
+        title=f"{tags}: {len(chosen)} case{'s' if len(chosen) > 1 else ''}; *B x M x Hq x D in brackets",
         title_justify="left",
         box=None,
         show_header=False,
@@ -53,7 +53,7 @@ def _tags(case: Case) -> str:
 
 def cases(
     names: Annotated[
-        str, typer.Argument(help="Comma-separated names, globs or tags (smoke, check, workload, big, tune, all).")
+        str, typer.Argument(help="Comma-separated names, globs or tags (smoke, check, workload, big, all).")
     ] = "all",
 ) -> None:
     """List the named cases that check, bench and tune take with --cases.
