@@ -115,3 +115,11 @@ def test_of_what_is_no_number_nothing_is_said_to_write() -> None:
         assert "write float" not in str(caught.value)
     with pytest.raises(TypeError, match=r"write float\(scale\)"):
         problem.check_scale(torch.tensor(0.5))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_told_how_to_be_padded(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3, 2, 4), torch.zeros(5, 2, 4)], layout=layout)
+    with pytest.raises(TypeError, match=r"q has layout .*, nested; .*write torch.nested.to_padded_tensor\(q, 0.0\)"):
+        biasflash.attention(nested, nested, nested)

@@ -94,9 +94,9 @@ def of_number(name: str, value: object) -> str:
     return "" if isinstance(value, (bool, str)) else f"; write float({name})"
 
 
-def of_layout(name: str, layout: str) -> str:
+def of_layout(name: str, is_nested: bool) -> str:
     """For a tensor without strides."""
-    if layout == "torch.jagged":
+    if is_nested:
         return f"write torch.nested.to_padded_tensor({name}, 0.0), and hide what pads with mask="
     return f"write {name}.to_dense()"
 

@@ -194,10 +194,8 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 def gradient_buffers(
     inputs: Sequence[Tensor], terms: Sequence[Tensor], wanted: Sequence[bool], lse: Tensor
 ) -> list[Tensor | None]:
-    """Where gradients are written: shapes and dtypes of the tensors, their strides if they are dense, else contiguous.
-
-    Rows of a full bias's gradient (``lse`` has the rows it is full over) are ``bias_pitch`` apart on a GPU.
-    """
+    """Where gradients are written: shapes and dtypes of the tensors, their strides if they are dense, else contiguous;
+    on a GPU rows of a full bias (as many as ``lse`` has entries) ``bias_pitch`` apart."""
     count = len(inputs)
     rows = [torch.empty_like(t) if want else None for t, want in zip(inputs, wanted[:count], strict=True)]
     full = lse.numel() if lse.is_cuda else -1

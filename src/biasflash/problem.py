@@ -233,9 +233,9 @@ def check_tensors(door: Door, *values: object) -> list[Tensor]:
 
 
 def _check_layout(name: str, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided:  # sparse, nested (jagged), MKL-DNN: no strides to read it by
-        found = f"{name} has layout {tensor.layout}"
-        raise TypeError(f"{found}; accepted: torch.strided ({hints.of_layout(name, str(tensor.layout))})")
+    if tensor.layout != torch.strided or tensor.is_nested:  # sparse, nested, MKL-DNN: no strides to read it by
+        found = f"{name} has layout {tensor.layout}{', nested' if tensor.is_nested else ''}"
+        raise TypeError(f"{found}; accepted: torch.strided ({hints.of_layout(name, tensor.is_nested)})")
 
 
 def _listed(words: Sequence[str]) -> str:
