@@ -20,7 +20,7 @@ from typing import Any
 
 from triton import constexpr_function
 
-from biasflash.backends.hopper.gluon import gl, jit, mbarrier, tma_load
+from biasflash.backends.hopper.gluon import barrier, gl, jit, mbarrier, seen_as, tma_load
 from biasflash.backends.hopper.pipeline import hand_back, wait_empty, wait_full
 
 TILE = gl.constexpr(64)  # rows
@@ -58,10 +58,10 @@ def first_row(b0, b1, head, row, odd):
 
 
 @jit
-def copy_odd(descs, flat, column, odd, barrier, raw, slot, COLUMNS: gl.constexpr):
+def copy_odd(descs, flat, column, odd, landed, raw, slot, COLUMNS: gl.constexpr):
     """Start the copies of rows ``flat`` to ``flat + 63``, counted over all planes, into the raw tile at ``slot``.
 
-    The barrier must expect 64 rows of COLUMNS and a vector. By one warp.
+    ``landed`` must expect 64 rows of COLUMNS and a vector. By one warp.
     """
     boxes, ends = raw
     CHUNKS: gl.constexpr = COLUMNS // CHUNK
@@ -69,14 +69,14 @@ def copy_odd(descs, flat, column, odd, barrier, raw, slot, COLUMNS: gl.constexpr
         line = (flat + i) >> 3
         start = (((flat + i) & 7) * odd[1] + column) & -VECTOR
         for c in gl.static_range(CHUNKS):
-            tma_load(descs[0], [line, start + c * CHUNK], barrier, boxes.index((slot * CHUNKS + c) * LINE + i))
-        tma_load(descs[1], [line, start + COLUMNS], barrier, ends.index(slot * LINE + i))
+            tma_load(descs[0], [line, start + c * CHUNK], landed, boxes.index((slot * CHUNKS + c) * LINE + i))
+        tma_load(descs[1], [line, start + COLUMNS], landed, ends.index(slot * LINE + i))
 
 
 @jit
 def _in_words(tiles, COUNT: gl.constexpr):
     """The same memory as COUNT chunks of 64 rows x 128 bytes."""
-    return tiles._reinterpret(gl.int32, [COUNT, TILE, WORDS], _layout([TILE, WORDS], gl.int32))
+    return seen_as(tiles, gl.int32, [COUNT, TILE, WORDS], _layout([TILE, WORDS], gl.int32))
 
 
 @constexpr_function
@@ -119,9 +119,8 @@ def order_odd(flat, row, column, M, N, odd, raw, raw_slot, tiles, slot, COLUMNS:
     E: gl.constexpr = gl.BlockedLayout([1, 2, 4], [8, 4, 1], [4, 1, 1], [2, 1, 0])
     boxes, ends = raw
     lines = _in_words(boxes, boxes.shape[0] // LINE)
-    vectors = ends._reinterpret(
-        gl.int32, [ends.shape[0] // LINE, TILE, 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    )
+    last: gl.constexpr = ends.shape[0] // LINE
+    vectors = seen_as(ends, gl.int32, [last, TILE, 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     rows = _in_words(tiles, tiles.shape[0] * CHUNKS)
     residue = gl.arange(0, TILE, layout=gl.SliceLayout(1, L)) // LINE
     first = ((flat + residue) & 7) * odd[1] + column
@@ -146,7 +145,7 @@ def _complete(flat, row, column, M, N, odd, tiles, slot, COLUMNS: gl.constexpr):
     COUNT: gl.constexpr = TILE // LINE * (COLUMNS // CHUNK)
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     ALL: gl.constexpr = tiles.shape[0] * COUNT
-    parts = tiles._reinterpret(tiles.dtype, [ALL, LINE, CHUNK], _layout([LINE, CHUNK], tiles.dtype))
+    parts = seen_as(tiles, tiles.dtype, [ALL, LINE, CHUNK], _layout([LINE, CHUNK], tiles.dtype))
     for i in range(COUNT):
         y = i % (TILE // LINE) * LINE + gl.arange(0, LINE, layout=gl.SliceLayout(1, L))
         n = column + i // (TILE // LINE) * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L))
@@ -171,6 +170,6 @@ def hand_over(
             flat + w * down, row + w * down, column + w * right, M, N, odd, raw, use % RAW_STAGES * 2 + w, tiles,
             use % STAGES * 2 + w, COLUMNS,
         )  # fmt: skip
-    gl.thread_barrier()
+    barrier()
     hand_back(raw_bars[1], use, RAW_STAGES)
     mbarrier.arrive(full.index(use % STAGES), count=1)
