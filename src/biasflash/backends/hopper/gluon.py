@@ -1,7 +1,7 @@
 """Every name this package takes from Gluon, so that a new Triton version is met in one file.
 
 Names that moved between Triton 3.6 and 3.9: bulk copies are ``tma.async_load`` and ``tma.async_store`` from 3.8 on;
-adding to memory (``tma.async_atomic_add``) is public from 3.8 on, while 3.6 only has it in its builder. Shared memory is
+adding to memory (``tma.async_atomic_add``) is public from 3.8 on, 3.6 only has it in its builder. Shared memory is
 seen as other tiles by ``_reinterpret``, later ``reinterpret``; warps meet at ``thread_barrier``, later ``barrier``.
 """
 
