@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from biasflash.backends.backend import bias_pitch
 from biasflash.backends.hopper.align_rows import align_rows_kernel
 from biasflash.backends.hopper.operands import MOST_BATCH_AXES, Box, Boxed, batch_of, boxed, outer_steps, unit_of
 from biasflash.backends.triton.operands import Launch, Operands, Slot
@@ -40,8 +41,7 @@ class AlignedBias:
 
     @property
     def pitch(self) -> int:
-        unit = unit_of(self.dtype)
-        return -(-self.N // unit) * unit
+        return bias_pitch(self.N, self.dtype.itemsize)
 
     def scratch(self) -> dict[str, int]:
         return {"aligned": math.prod(self.sizes) * self.M * self.pitch * self.dtype.itemsize // 4}

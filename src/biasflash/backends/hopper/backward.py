@@ -236,7 +236,8 @@ def dq_kernel(
     64 x DV_BLOCK (dout), BLOCK_N x D_BLOCK (k), BLOCK_N x DV_BLOCK (v), 64 x BLOCK_N (bias); ``reference, delta`` are
     ``(b heads + h, row)`` in float32, box 1 x 64. Items: tiles of 128 queries x batch // ROWS x heads; grid: up to
     items, which are dealt to the programs (``deal``). ROWS items of the batch share a bias tile that does not move
-    along it. HAS_KEEP: a mask of keys, see ``marks``; ``caps`` are then its lines, box 1 x BLOCK_N.
+    along it. HAS_KEEP: a mask of keys, see ``marks``; ``caps`` are then its lines, box 1 x BLOCK_N. RAW_STAGES: as for
+    ``forward_kernel``.
     """
     launch(
         (q_desc, dout_desc), (q_moves, dout_moves), (k_desc, v_desc), (k_moves, v_moves), bias_desc, bias_moves,

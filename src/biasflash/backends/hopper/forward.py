@@ -298,7 +298,8 @@ def forward_kernel(
     warpgroup, else it takes the queries' place (blocks as theirs). KEEP_LOW: ``low_ptr`` gets what lse's rounding lost.
     LOW_RANGE: a bias may be as low as ``finfo.min``. PINNED: exponentials stay under the product (needs two KV_STAGES).
     HAS_KEEP: keys are hidden by a mask, see ``marks``; ``caps_desc`` ``[1, BLOCK_N]``. IN_TURNS: warpgroups issue
-    their products one after the other. ``*_moves``: see ``pipeline.at``.
+    their products one after the other. RAW_STAGES: the bias comes in lines of eight rows, see ``odd_rows``, through as
+    many raw places; ``bias_desc`` then has boxes ``[8, 64]``, ``ends_desc`` ``[8, 8]``. ``*_moves``: ``pipeline.at``.
     """
     FAR: gl.constexpr = far(LOW_RANGE, q_desc.dtype)
     WIDE_BIAS: gl.constexpr = HAS_BIAS and bias_desc.dtype == gl.float32
